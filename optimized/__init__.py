@@ -1,0 +1,1 @@
+"""The fast side: the same modules and names as the reference, vectorized."""

@@ -1,0 +1,1 @@
+"""The readable side: loops, eager PyTorch, nothing else."""
