@@ -1,0 +1,189 @@
+"""Make the virtual environment ``.venv`` with pinned packages, once.
+
+    python3 scripts/setup_env.py [run | dev | types]
+
+``run`` is what the engine needs, ``dev`` adds tests and linters, ``types`` the type
+checker. A second call returns at once while the requirement files are unchanged.
+PyTorch is not pinned with the rest: where the Python found has a new enough one, the
+environment uses that, whatever accelerator it was built for; elsewhere one is
+installed. Nothing outside the checkout is written.
+
+Only the standard library is used, in a form that an older Python can still read far
+enough to say that it is too old.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv"
+TORCH_PIN = "torch==2.13.0"
+TORCH_OLDEST = (2, 11)
+PYTHONS = ((3, 11), (3, 12))
+
+#: Requirement files of each level, in the order in which levels build on each other.
+LEVELS = {
+    "run": ("run.txt",),
+    "dev": ("run.txt", "dev.txt"),
+    "types": ("run.txt", "dev.txt", "types.txt"),
+}
+#: Megabytes that each file's packages take as downloads (Linux x86-64).
+SIZES_MB = {"run.txt": 54, "dev.txt": 23, "types.txt": 65}
+TORCH_SIZE = (
+    "about 190 MB as a build for the CPU alone, or several GB as a build with CUDA "
+    "libraries, whichever the package index gives this platform by default (the "
+    "variables PIP_INDEX_URL and PIP_EXTRA_INDEX_URL choose another index)"
+)
+
+#: Run by a candidate interpreter: its version, and its torch if it has one.
+PROBE = """
+import json, pathlib, sys
+found = {"python": list(sys.version_info[:2]), "torch": None, "folder": None}
+try:
+    import torch
+    found["torch"] = torch.__version__
+    found["folder"] = str(pathlib.Path(torch.__file__).parents[1])
+except Exception:
+    pass
+print(json.dumps(found))
+"""
+
+
+def probe(python):
+    """Ask an interpreter for its version and its torch; None if it does not run."""
+    try:
+        answer = subprocess.run(
+            [str(python), "-c", PROBE],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=True,
+        )
+        return json.loads(answer.stdout.decode().splitlines()[-1])
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
+        return None
+
+
+def has_torch(found):
+    """Tell whether a probed interpreter imports a torch that is new enough."""
+    if not found or not found["torch"]:
+        return False
+    major, minor = found["torch"].split(".")[:2]
+    return (int(major), int(minor)) >= TORCH_OLDEST
+
+
+def find_python():
+    """Pick the interpreter that the environment is built on, with what it has."""
+    named = os.environ.get("PYTHON")
+    for name in [named] if named else ["python3", "python3.12", "python3.11"]:
+        path = shutil.which(name)
+        found = probe(path) if path else None
+        if found and tuple(found["python"]) in PYTHONS:
+            return path, found
+    wanted = " or ".join("%d.%d" % version for version in PYTHONS)
+    tried = named or "python3, python3.12 and python3.11"
+    sys.exit(
+        "Python %s is needed; tried %s. Name one with PYTHON=... " % (wanted, tried)
+    )
+
+
+def venv_python():
+    """Return the path of the environment's own interpreter."""
+    return VENV / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
+def is_usable():
+    """Tell whether the environment exists, runs, and has its installer."""
+    found = probe(venv_python())
+    if not found or tuple(found["python"]) not in PYTHONS:
+        return False
+    asked = [str(venv_python()), "-c", "import pip"]
+    return subprocess.run(asked, stderr=subprocess.DEVNULL).returncode == 0
+
+
+def create():
+    """Create the environment, with sight of a torch that the machine already has."""
+    python, found = find_python()
+    reuse = has_torch(found)
+    options = ["--system-site-packages"] if reuse else []
+    print("Creating .venv with Python %d.%d" % tuple(found["python"]), flush=True)
+    made = subprocess.run([python, "-m", "venv", "--clear", *options, str(VENV)])
+    if made.returncode:
+        sys.exit("No virtual environment: on Debian and Ubuntu, install python3-venv.")
+    if reuse and not has_torch(probe(venv_python())):
+        # That Python is itself a virtual environment, which a child does not inherit.
+        site = subprocess.check_output(
+            [
+                str(venv_python()),
+                "-c",
+                "import sysconfig; print(sysconfig.get_path('purelib'))",
+            ]
+        )
+        link = Path(site.decode().strip()) / "torch_of_the_parent.pth"
+        link.write_text(found["folder"] + "\n", encoding="utf-8")
+
+
+def digest(level):
+    """Hash what a level is made from."""
+    taken = hashlib.sha256(TORCH_PIN.encode())
+    for name in LEVELS[level]:
+        taken.update((ROOT / "requirements" / name).read_bytes())
+    return taken.hexdigest()
+
+
+def stamp(level):
+    """Return the path of the file that says a level is complete."""
+    return VENV / ("setup-%s.sha256" % level)
+
+
+def is_complete(level):
+    """Tell whether a level was installed from the requirement files as they are."""
+    mark = stamp(level)
+    if not (venv_python().exists() and mark.is_file()):
+        return False
+    return mark.read_text(encoding="utf-8") == digest(level)
+
+
+def install(level):
+    """Install a level's packages, and torch where there is none."""
+    missing = [name for name in LEVELS[level] if not is_complete(Path(name).stem)]
+    size = sum(SIZES_MB[name] for name in missing)
+    present = probe(venv_python())
+    packages = []
+    print("Installing pinned packages: up to %d MB to download." % size, flush=True)
+    if has_torch(present):
+        print("Using torch %s, already there." % present["torch"], flush=True)
+    else:
+        packages.append(TORCH_PIN)
+        print("Installing %s: %s." % (TORCH_PIN, TORCH_SIZE), flush=True)
+    for name in LEVELS[level]:
+        packages += ["-r", str(ROOT / "requirements" / name)]
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    command = [str(venv_python()), "-m", "pip", "install", *quiet]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check"]
+    if subprocess.run(command + packages).returncode:
+        sys.exit("The packages could not be installed; see the messages above.")
+
+
+def main():
+    """Bring the environment to the level named on the command line."""
+    level = sys.argv[1] if len(sys.argv) > 1 else "dev"
+    if level not in LEVELS:
+        sys.exit("Unknown level %r: say one of %s." % (level, ", ".join(LEVELS)))
+    if is_complete(level):
+        return
+    if not is_usable():
+        create()
+    install(level)
+    for name in LEVELS:
+        stamp(name).write_text(digest(name), encoding="utf-8")
+        if name == level:
+            break
+
+
+if __name__ == "__main__":
+    main()
