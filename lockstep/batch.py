@@ -1,0 +1,120 @@
+"""What the model sees of a step: the arrays that metadata makes from a plan.
+
+Every count stands twice, real and padded; on the reference side they are equal. Tokens
+are laid out decode rows first: token ``i < padded_shape.decode_requests`` belongs to
+decode row ``i``, and prefill tokens follow, row after row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lockstep.plan import BatchShape
+from lockstep.shapes import (
+    BlockTables,
+    CumulativeLens,
+    PerDecode,
+    PerPrefill,
+    PerRequest,
+    PerRow,
+    PerScanChunk,
+    PerSnapshot,
+    RowTemperatures,
+    ScanInputs,
+    StateProjections,
+    TimeSteps,
+    TokenIds,
+    TokenMask,
+)
+
+
+@dataclass(frozen=True)
+class BatchMetadata:
+    """Index arrays of one step, on the device.
+
+    Where a padded entry exists it is harmless by value: dummy block, dummy slot, length
+    zero. *Prefill offsets* count from the first prefill token of the batch.
+
+    Attributes:
+        shape: Real size of the batch.
+        padded_shape: Size of the arrays.
+        num_snapshots: Real count of states to store during prefill.
+        token_ids: Tokens to compute.
+        positions: Absolute position of each token.
+        token_mask: Which tokens are real.
+        kv_index: Where each token's K/V goes: ``block_id * block_size + offset``; in
+            the dummy block for padding and for tokens of shared blocks.
+        block_tables: Blocks of each row, dummy block after the last.
+        context_lens: Tokens that the row's last token attends to, itself included.
+        decode_slot_ids: Live slot of each decode row, read and written.
+        decode_snapshot_slot_ids: Slot that takes a decode row's state after the step;
+            the dummy slot where none is stored.
+        cu_prefill_lens: Prefill offsets at which rows begin, and the end.
+        prefill_starts: Absolute position of each prefill row's first token.
+        prefill_slot_ids: Live slot that each prefill row writes.
+        initial_slot_ids: Slot that each prefill row starts from.
+        snapshot_rows: Prefill row of each state to store.
+        snapshot_ends: Prefill offset one past the last token of that state.
+        snapshot_slot_ids: Slot that takes it.
+        cu_scan_chunks: Prefill offsets at which scan chunks begin, and the end; chunks
+            are cut at absolute multiples of the scan chunk and at row ends.
+        scan_chunk_rows: Prefill row of each scan chunk.
+        last_scan_chunks: Last scan chunk of each prefill row.
+        snapshot_scan_chunks: Scan chunk at whose end each stored state is known.
+        logit_index: Tokens whose logits are wanted, in batch order; these are the rows
+            of the logits.
+        sample_index: Rows of the logits from which a token is drawn.
+        temperatures: Temperature of each draw.
+        seeds: Random seed of each draw.
+        sample_positions: Position of each token to be drawn.
+    """
+
+    shape: BatchShape
+    padded_shape: BatchShape
+    num_snapshots: int
+    token_ids: TokenIds
+    positions: TokenIds
+    token_mask: TokenMask
+    kv_index: TokenIds
+    block_tables: BlockTables
+    context_lens: PerRequest
+    decode_slot_ids: PerDecode
+    decode_snapshot_slot_ids: PerDecode
+    cu_prefill_lens: CumulativeLens
+    prefill_starts: PerPrefill
+    prefill_slot_ids: PerPrefill
+    initial_slot_ids: PerPrefill
+    snapshot_rows: PerSnapshot
+    snapshot_ends: PerSnapshot
+    snapshot_slot_ids: PerSnapshot
+    cu_scan_chunks: CumulativeLens
+    scan_chunk_rows: PerScanChunk
+    last_scan_chunks: PerPrefill
+    snapshot_scan_chunks: PerSnapshot
+    logit_index: PerRow
+    sample_index: PerRow
+    temperatures: RowTemperatures
+    seeds: PerRow
+    sample_positions: PerRow
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Leading tokens of the arrays that belong to decode rows, padding included."""
+        return self.padded_shape.decode_requests
+
+
+class ScanTokens(NamedTuple):
+    """What the selective scan takes in for each token; letters as in the paper.
+
+    Attributes:
+        x: Inputs after convolution.
+        dt: Raw time steps, before bias and softplus.
+        B: Projections into the state.
+        C: Projections out of the state.
+    """
+
+    x: ScanInputs
+    dt: TimeSteps
+    B: StateProjections
+    C: StateProjections

@@ -1,0 +1,368 @@
+"""What a model is (`ModelConfig`) and how an engine runs it (`EngineConfig`).
+
+Both are frozen and checked when made; each bad value has its own message. Sizes that
+follow from others are properties and are never written back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from lockstep.errors import ConfigError
+
+#: Letters of a layer pattern.
+MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
+
+DTypeName = Literal["float32", "bfloat16", "float16", "float64"]
+Activation = Literal["relu2", "silu", "gelu"]
+Eviction = Literal["lru", "ref_zero"]
+DebugCheck = Literal["integrity", "poison", "checksums"]
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_DEBUG_CHECKS = ("integrity", "poison", "checksums")
+
+#: Scan chunks that every tier implements.
+SCAN_CHUNK_SIZES = (16, 32, 64, 128, 256)
+#: Block size of a model without a scan chunk.
+DEFAULT_BLOCK_SIZE = 128
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Shape of the Mamba-2 layers.
+
+    Attributes:
+        num_heads: Heads of the recurrence.
+        head_dim: Channels of a head.
+        state_size: State per channel.
+        num_groups: Groups of heads that share B and C; also the groups of the gated
+            norm.
+        conv_width: Taps of the causal convolution.
+        conv_bias: Whether the convolution has a bias.
+        proj_bias: Whether the input and output projections have biases.
+        scan_chunk_size: The checkpoint's scan chunk, in tokens.
+        time_step_limit: Range to which time steps are clamped after the softplus.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_width: int = 4
+    conv_bias: bool = True
+    proj_bias: bool = False
+    scan_chunk_size: int = 128
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _require_positive(self, exclude=("conv_bias", "proj_bias", "time_step_limit"))
+        if self.num_heads % self.num_groups:
+            raise ConfigError(
+                f"{self.num_heads} Mamba heads cannot be shared out among "
+                f"{self.num_groups} groups"
+            )
+        if self.conv_width < 2:
+            raise ConfigError(f"conv_width is {self.conv_width}; it must be at least 2")
+        low, high = self.time_step_limit
+        if not low < high:
+            raise ConfigError(f"time_step_limit {self.time_step_limit} is empty")
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of the recurrence, over all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels that pass the convolution: x, then B, then C."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def in_proj_size(self) -> int:
+        """Rows of the input projection: gate, conv channels, time steps."""
+        return self.inner_size + self.conv_channels + self.num_heads
+
+    @property
+    def conv_window(self) -> int:
+        """Raw inputs that later tokens still need."""
+        return self.conv_width - 1
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Shape of the attention layers; there is no position encoding.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads; divides ``num_heads``.
+        head_dim: Width of a head.
+        bias: Whether the projections have biases.
+        scale: Factor on the scores.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool = False
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _require_positive(self, exclude=("bias", "scale"))
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} "
+                "key/value heads evenly"
+            )
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the scores: ``scale``, by default ``head_dim ** -0.5``."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def query_size(self) -> int:
+        """Columns of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Columns of all key (or value) heads."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """Shape of the MLP layers: up, activation, down."""
+
+    size: int
+    activation: Activation = "relu2"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _require_positive(self, exclude=("activation", "bias"))
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Shape and routing of the mixture-of-experts layers.
+
+    Attributes:
+        num_experts: Routed experts.
+        top_k: Experts that each token visits.
+        expert_size: Inner width of a routed expert.
+        shared_size: Inner width of the shared expert; 0 for none.
+        num_groups: Groups of experts for group-limited routing.
+        top_k_groups: Groups from which the experts may come.
+        normalize_weights: Whether the chosen weights are scaled to a sum of one.
+        scaling: Factor on the weights.
+        latent_size: Width in which the routed experts work; None for the model's.
+        activation: Activation of every expert.
+        bias: Whether shared expert and latent projections have biases.
+    """
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    shared_size: int = 0
+    num_groups: int = 1
+    top_k_groups: int = 1
+    normalize_weights: bool = True
+    scaling: float = 1.0
+    latent_size: int | None = None
+    activation: Activation = "relu2"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        unchecked = ("shared_size", "normalize_weights", "activation", "bias")
+        _require_positive(self, exclude=unchecked)
+        if self.num_experts % self.num_groups:
+            raise ConfigError(
+                f"{self.num_experts} experts cannot form {self.num_groups} groups"
+            )
+        if self.top_k_groups > self.num_groups:
+            raise ConfigError(
+                f"routing takes {self.top_k_groups} of {self.num_groups} groups"
+            )
+        eligible = self.num_experts // self.num_groups * self.top_k_groups
+        if self.top_k > eligible:
+            raise ConfigError(
+                f"each token visits {self.top_k} experts, but only {eligible} are "
+                "eligible"
+            )
+        if self.num_groups > 1 and self.num_experts < 2 * self.num_groups:
+            raise ConfigError(
+                "a group is scored by its two best experts, so it needs two; "
+                f"{self.num_experts} experts in {self.num_groups} groups have fewer"
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A hybrid language model as a pattern of layers plus their shapes.
+
+    Attributes:
+        family: Name of the checkpoint family, for messages.
+        layer_pattern: One letter a layer: ``M`` Mamba-2, ``*`` attention, ``-`` MLP,
+            ``E`` mixture of experts.
+        vocab_size: Rows of the embedding.
+        hidden_size: Width of the residual stream.
+        max_positions: Longest sequence the model was made for.
+        norm_eps: Added to the mean square in every norm.
+        tie_embeddings: Whether the head is the embedding.
+        dtype: The checkpoint's dtype.
+        eos_token_ids: Tokens that end a generation.
+        bos_token_id: Token that begins a text; None for none.
+        mamba: Shape of the ``M`` layers; None without any.
+        attention: Shape of the ``*`` layers; None without any.
+        mlp: Shape of the ``-`` layers; None without any.
+        moe: Shape of the ``E`` layers; None without any.
+    """
+
+    family: str
+    layer_pattern: str
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    dtype: DTypeName = "float32"
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    mamba: MambaConfig | None = None
+    attention: AttentionConfig | None = None
+    mlp: MlpConfig | None = None
+    moe: MoeConfig | None = None
+
+    def __post_init__(self) -> None:
+        """Check that each letter of the pattern has its shape."""
+        parts = {MAMBA: "mamba", ATTENTION: "attention", MLP: "mlp", MOE: "moe"}
+        unknown = sorted(set(self.layer_pattern) - set(parts))
+        if unknown or not self.layer_pattern:
+            raise ConfigError(
+                f"layer pattern {self.layer_pattern!r} has unknown letters {unknown}; "
+                f"known are {''.join(parts)}"
+            )
+        for letter, part in parts.items():
+            if letter in self.layer_pattern and getattr(self, part) is None:
+                raise ConfigError(
+                    f"layer pattern {self.layer_pattern!r} has {letter!r} layers, but "
+                    f"their shape ({part}) is missing"
+                )
+        for name in ("vocab_size", "hidden_size", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be >= 1")
+
+    @property
+    def num_mamba_layers(self) -> int:
+        """Layers that need a state slot."""
+        return self.layer_pattern.count(MAMBA)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that need K/V blocks."""
+        return self.layer_pattern.count(ATTENTION)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs a model: budgets, cache, dtypes and checks.
+
+    None means that the value follows from the model or from the memory at hand;
+    `lockstep.memory.plan_memory` says how.
+
+    Attributes:
+        max_requests: Requests that may run at once; each owns a live state slot.
+        max_tokens_per_step: Tokens computed in one step, over all rows.
+        max_length: Longest prompt plus output, in tokens; the model's unless set.
+        block_size: Tokens in a K/V block; a multiple of the scan chunk, which is the
+            default (128 in a model without one).
+        scan_chunk_size: Tokens in a scan chunk; the model's unless set.
+        num_blocks: K/V blocks; what fits unless set.
+        snapshot_slots: State slots for snapshots; what fits unless set.
+        memory_fraction: Share of the device's memory that may be used; 0.9 of a GPU's
+            and at most 1 GiB of a CPU's unless set.
+        snapshot_fraction: Share of the pool memory that goes to snapshots.
+        prefix_caching: Whether finished work is kept for prompts that repeat it.
+        eviction: ``lru`` keeps unused blocks until room is needed; ``ref_zero`` drops
+            them when their last request ends.
+        ssm_state_dtype: Dtype of the SSM states.
+        kv_dtype: Dtype of K/V blocks and conv windows; the model's when ``auto``.
+        record_logprobs: Whether step records hold the log-probabilities of every
+            position computed.
+        debug: Checks after every step: ``integrity`` of the bookkeeping, ``poison`` in
+            freed memory, ``checksums`` of shared blocks and snapshots.
+        graphs: CUDA graphs of the optimized backend.
+        kernels: Kernel set of the optimized backend.
+        side_stream: Shared experts on a side stream, of the optimized backend.
+    """
+
+    max_requests: int = 64
+    max_tokens_per_step: int = 2048
+    max_length: int | None = None
+    block_size: int | None = None
+    scan_chunk_size: int | None = None
+    num_blocks: int | None = None
+    snapshot_slots: int | None = None
+    memory_fraction: float | None = None
+    snapshot_fraction: float = 0.5
+    prefix_caching: bool = True
+    eviction: Eviction = "lru"
+    ssm_state_dtype: DTypeName = "float32"
+    kv_dtype: DTypeName | Literal["auto"] = "auto"
+    record_logprobs: bool = False
+    debug: tuple[DebugCheck, ...] = ()
+    graphs: str | None = None
+    kernels: str | None = None
+    side_stream: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field that can be judged without a model."""
+        for name in ("max_requests", "max_tokens_per_step"):
+            _check_count(name, getattr(self, name), least=1)
+        for name in ("max_length", "block_size", "scan_chunk_size", "num_blocks"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), least=1)
+        if self.snapshot_slots is not None:
+            _check_count("snapshot_slots", self.snapshot_slots, least=0)
+        if self.memory_fraction is not None:
+            _check_fraction("memory_fraction", self.memory_fraction)
+        _check_fraction("snapshot_fraction", self.snapshot_fraction, least=0.0)
+        _check_choice("eviction", self.eviction, ("lru", "ref_zero"))
+        _check_choice("ssm_state_dtype", self.ssm_state_dtype, _DTYPES)
+        _check_choice("kv_dtype", self.kv_dtype, ("auto", *_DTYPES))
+        if isinstance(self.debug, str):
+            raise ConfigError(f"debug is a tuple of checks, such as ({self.debug!r},)")
+        for check in self.debug:
+            _check_choice("debug", check, _DEBUG_CHECKS)
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} is {value!r}; it must be an integer")
+    if value < least:
+        raise ConfigError(f"{name} is {value}; it must be at least {least}")
+
+
+def _check_fraction(name: str, value: float, least: float = 1e-6) -> None:
+    if not least <= value <= 1.0:
+        raise ConfigError(f"{name} is {value}; it must lie between 0 and 1")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; known are {', '.join(choices)}")
+
+
+def _require_positive(config: object, exclude: tuple[str, ...]) -> None:
+    for entry in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, entry.name)
+        if entry.name not in exclude and value is not None and not value > 0:
+            raise ConfigError(
+                f"{type(config).__name__}.{entry.name} is {value}; it must be above 0"
+            )

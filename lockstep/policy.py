@@ -1,0 +1,120 @@
+"""The rules that both schedulers obey: pure functions on integers.
+
+Positions are absolute token positions, so that a rule reads the same in the first
+slice of a prompt and in any later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from lockstep.blocks import align_down
+from lockstep.plan import CacheReport, SkipLimit
+
+
+def slice_end(start: int, length: int, budget: int, block_size: int) -> int:
+    """Decide where a prefill slice that begins at ``start`` ends.
+
+    A slice that cannot reach the end of the prompt stops at a block boundary if that
+    still computes something: the state there can be stored, one elsewhere cannot.
+
+    >>> slice_end(0, 100, 64, 16), slice_end(0, 100, 70, 16), slice_end(50, 100, 9, 16)
+    (64, 64, 59)
+    """
+    end = min(length, start + budget)
+    aligned = align_down(end, block_size)
+    return aligned if start < aligned and end < length else end
+
+
+def snapshot_points(
+    start: int, end: int, length: int, branch: int, block_size: int
+) -> list[int]:
+    """List the positions in ``(start, end]`` whose state is worth a slot, best first.
+
+    The last boundary of the prompt serves any longer prompt; the branch point (where
+    this prompt left what was cached) serves the next sibling; the slice's own end
+    serves a resumption; and the boundary before the last serves the same prompt again
+    when it ends exactly on a block, since one token must always be computed.
+
+    Args:
+        start: First position computed.
+        end: One past the last position computed.
+        length: Tokens of the whole prompt.
+        branch: Tokens whose blocks were matched.
+        block_size: Tokens in a block.
+
+    >>> snapshot_points(0, 64, 64, 32, 16)
+    [64, 32, 48]
+    """
+    last = align_down(length, block_size)
+    penultimate = align_down(length - 1, block_size)
+    wanted = [last, branch, end, penultimate]
+    points = [p for p in wanted if start < p <= end and p % block_size == 0]
+    return list(dict.fromkeys(points))
+
+
+def decide_skip(
+    length: int,
+    matched_kv: int,
+    states: Collection[int],
+    block_size: int,
+    needs_state: bool,
+) -> CacheReport:
+    """Decide how many leading tokens need not be computed, and say what set the limit.
+
+    The skip is the largest position that leaves at least one token to compute, whose
+    K/V is all cached and, in a model with state, at which a state is stored.
+
+    Args:
+        length: Tokens of the prompt.
+        matched_kv: Leading tokens whose blocks are cached; a multiple of the block.
+        states: Positions at or below ``matched_kv`` at which a state is stored.
+        block_size: Tokens in a block.
+        needs_state: Whether the model has Mamba layers.
+
+    >>> decide_skip(40, 32, [16], 16, needs_state=True).num_skipped_tokens
+    16
+    """
+    deepest = max(states, default=0) if needs_state else matched_kv
+    usable = [p for p in states if p < length] if needs_state else []
+    if not needs_state:
+        # Without a state to restore, any position will do, not only a boundary.
+        usable = [min(matched_kv, length - 1)] if matched_kv else []
+    skip = max(usable, default=0)
+    limit, reason = _explain(length, matched_kv, deepest, skip, block_size)
+    return CacheReport(
+        matched_kv_tokens=matched_kv,
+        matched_state_tokens=deepest,
+        num_skipped_tokens=skip,
+        limit=limit,
+        reason=reason,
+    )
+
+
+def _explain(
+    length: int, matched_kv: int, deepest: int, skip: int, block_size: int
+) -> tuple[SkipLimit, str]:
+    if length <= block_size and not matched_kv:
+        return SkipLimit.SHORT_PROMPT, (
+            f"a prompt of {length} tokens has no full block of {block_size} before "
+            "its last token"
+        )
+    if not matched_kv:
+        return SkipLimit.NO_MATCH, "no block of this prompt is cached"
+    if skip < deepest:
+        return SkipLimit.LAST_TOKEN, (
+            f"the cache holds {deepest} of {length} tokens, and at least one must be "
+            f"computed; the next usable position is {skip}"
+        )
+    if not deepest:
+        return SkipLimit.NO_STATE, (
+            f"K/V of {matched_kv} tokens is cached, but no state at or before that"
+        )
+    if skip < matched_kv:
+        return SkipLimit.STATE_DEPTH, (
+            f"K/V of {matched_kv} tokens is cached, but the deepest stored state is "
+            f"at {skip}"
+        )
+    return SkipLimit.ALL_MATCHED, (
+        f"all {matched_kv} cached tokens were skipped; the next block is not cached"
+    )
