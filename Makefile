@@ -56,7 +56,7 @@ format: setup  ## apply style and format
 	$(PY) -m ruff format
 
 build: setup  ## build the wheel and the source archive into dist/
-	$(PY) -m build
+	$(PY) -m build --no-isolation
 
 clean:  ## remove caches and build output, not the environment
-	rm -rf .data build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .data/cache build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

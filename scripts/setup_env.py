@@ -8,8 +8,8 @@ PyTorch is not pinned with the rest: where the Python found has a new enough one
 environment uses that, whatever accelerator it was built for; elsewhere one is
 installed. Nothing outside the checkout is written.
 
-Only the standard library is used, in a form that an older Python can still read far
-enough to say that it is too old.
+Only the standard library is used, in a form that an older Python 3 can still
+run, to say that it is too old.
 """
 
 import hashlib
@@ -84,11 +84,9 @@ def find_python():
         found = probe(path) if path else None
         if found and tuple(found["python"]) in PYTHONS:
             return path, found
-    wanted = " or ".join("%d.%d" % version for version in PYTHONS)
+    wanted = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
     tried = named or "python3, python3.12 and python3.11"
-    sys.exit(
-        "Python %s is needed; tried %s. Name one with PYTHON=... " % (wanted, tried)
-    )
+    sys.exit(f"Python {wanted} is needed; tried {tried}. Name one with PYTHON=...")
 
 
 def venv_python():
@@ -110,7 +108,8 @@ def create():
     python, found = find_python()
     reuse = has_torch(found)
     options = ["--system-site-packages"] if reuse else []
-    print("Creating .venv with Python %d.%d" % tuple(found["python"]), flush=True)
+    major, minor = found["python"]
+    print(f"Creating .venv with Python {major}.{minor}", flush=True)
     made = subprocess.run([python, "-m", "venv", "--clear", *options, str(VENV)])
     if made.returncode:
         sys.exit("No virtual environment: on Debian and Ubuntu, install python3-venv.")
@@ -137,7 +136,7 @@ def digest(level):
 
 def stamp(level):
     """Return the path of the file that says a level is complete."""
-    return VENV / ("setup-%s.sha256" % level)
+    return VENV / f"setup-{level}.sha256"
 
 
 def is_complete(level):
@@ -154,12 +153,12 @@ def install(level):
     size = sum(SIZES_MB[name] for name in missing)
     present = probe(venv_python())
     packages = []
-    print("Installing pinned packages: up to %d MB to download." % size, flush=True)
+    print(f"Installing pinned packages: up to {size} MB to download.", flush=True)
     if has_torch(present):
-        print("Using torch %s, already there." % present["torch"], flush=True)
+        print(f"Using torch {present['torch']}, already there.", flush=True)
     else:
         packages.append(TORCH_PIN)
-        print("Installing %s: %s." % (TORCH_PIN, TORCH_SIZE), flush=True)
+        print(f"Installing {TORCH_PIN}: {TORCH_SIZE}.", flush=True)
     for name in LEVELS[level]:
         packages += ["-r", str(ROOT / "requirements" / name)]
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
@@ -173,7 +172,7 @@ def main():
     """Bring the environment to the level named on the command line."""
     level = sys.argv[1] if len(sys.argv) > 1 else "dev"
     if level not in LEVELS:
-        sys.exit("Unknown level %r: say one of %s." % (level, ", ".join(LEVELS)))
+        sys.exit(f"Unknown level {level!r}: say one of {', '.join(LEVELS)}.")
     if is_complete(level):
         return
     if not is_usable():
