@@ -36,6 +36,9 @@ TOOLS = ("__main__", "cli", "exercise", "ladder", "trace", "verify")
 #: Functions longer than the limit: "path:name", and why each may be.
 ALLOWED: dict[str, str] = {}
 
+#: What can have a docstring.
+HOLDERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
 #: Tokens that make no line a code line.
 SILENT = {
     tokenize.COMMENT,
@@ -130,8 +133,7 @@ GROUPS = (
 def docstring_nodes(tree: ast.Module) -> Iterator[ast.expr]:
     """Find the docstrings of a module and of all that it defines."""
     for node in ast.walk(tree):
-        holder = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        if isinstance(node, holder) and ast.get_docstring(node, clean=False):
+        if isinstance(node, HOLDERS) and ast.get_docstring(node, clean=False):
             first = node.body[0]
             assert isinstance(first, ast.Expr)
             yield first.value

@@ -82,7 +82,7 @@ def find_python():
     for name in [named] if named else ["python3", "python3.12", "python3.11"]:
         path = shutil.which(name)
         found = probe(path) if path else None
-        if found and tuple(found["python"]) in PYTHONS:
+        if path and found and tuple(found["python"]) in PYTHONS:
             return path, found
     wanted = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
     tried = named or "python3, python3.12 and python3.11"
@@ -154,7 +154,7 @@ def install(level):
     present = probe(venv_python())
     packages = []
     print(f"Installing pinned packages: up to {size} MB to download.", flush=True)
-    if has_torch(present):
+    if present and has_torch(present):
         print(f"Using torch {present['torch']}, already there.", flush=True)
     else:
         packages.append(TORCH_PIN)
