@@ -1,0 +1,163 @@
+"""The list of mutants fits the tree, and the runner judges fairly."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts import mutants
+from scripts.mutants import Mutant, Outcome
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TOY = {
+    "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\n',
+    "toy/__init__.py": "",
+    "toy/real/__init__.py": "def double(x):\n    return x + x\n",
+    "tests/test_toy.py": """\
+import time
+import pytest
+
+@pytest.fixture
+def prepared():
+    from toy.real import double
+    assert double(0) == 0
+
+@pytest.mark.parametrize("x", [0, 3])
+def test_double(x):
+    from toy.real import double
+    time.sleep(1.5 * double(0))
+    assert double(x) == 2 * x
+
+def test_prepared(prepared):
+    pass
+
+def test_zero():
+    from toy.real import double
+    assert double(0) == 0
+""",
+}
+
+KILLED = Mutant(
+    id="T1",
+    name="a factor of three",
+    file="toy/real/__init__.py",
+    old="x + x",
+    new="x + x + x",
+    tests=("tests/test_toy.py::test_double",),
+    source="made up",
+)
+
+ONE_SURVIVES = (*KILLED.tests, "tests/test_toy.py::test_zero")
+UNPREPARED = ("tests/test_toy.py::test_prepared",)
+
+#: Faults of the toy tree and what must become of them.
+CASES = {
+    "killed": (KILLED, Outcome.KILLED),
+    "no difference": (replace(KILLED, new="2 * x"), Outcome.SURVIVED),
+    "one test passes": (replace(KILLED, tests=ONE_SURVIVES), Outcome.SURVIVED),
+    "cannot be imported": (
+        replace(KILLED, old="def ", new="import no\ndef "),
+        "broken",
+    ),
+    "no such name": (replace(KILLED, new="y + y"), Outcome.BROKEN),
+    "fails in a fixture": (
+        replace(KILLED, new="x + x + 1", tests=UNPREPARED),
+        Outcome.BROKEN,
+    ),
+    "no such test": (
+        replace(KILLED, tests=("tests/test_toy.py::test_none",)),
+        Outcome.BROKEN,
+    ),
+    "never ends": (replace(KILLED, new="x + x + 100"), Outcome.TIMEOUT),
+}
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """Make a small repository with a linked folder and a file that git ignores."""
+    for name, text in TOY.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "link").symlink_to("toy/real")
+    (tmp_path / ".gitignore").write_text("ignored\n", encoding="utf-8")
+    (tmp_path / "ignored").write_text("", encoding="utf-8")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def write_list(root: Path, entry: str) -> None:
+    """Write the list of mutants of a toy tree."""
+    (root / mutants.LIST).write_text(entry, encoding="utf-8")
+
+
+def test_each_mutant_fits_the_tree() -> None:
+    """Old texts stand exactly once, faults are programs, and named tests exist."""
+    assert list(mutants.problems(ROOT, mutants.load(ROOT))) == []
+
+
+def test_copy_keeps_links_and_leaves_ignored_files(toy: Path, tmp_path: Path) -> None:
+    """The copy is what a clone would be, with changes not yet committed."""
+    target = tmp_path / "ignored-too"
+    (tmp_path / ".gitignore").write_text("ignored*\n", encoding="utf-8")
+    mutants.copy_tree(toy, target)
+    assert (target / "link").is_symlink()
+    assert (target / "link" / "__init__.py").is_file()
+    assert not (target / "ignored").exists()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verdict(case: str, toy: Path) -> None:
+    """Only a test that fails in its own body kills."""
+    mutant, outcome = CASES[case]
+    timeout = 2 if outcome == Outcome.TIMEOUT else 60
+    assert mutants.try_mutant(toy, mutant, timeout).outcome == outcome
+    assert "x + x\n" in (toy / KILLED.file).read_text(encoding="utf-8")
+
+
+def test_run_fails_when_one_survives(toy: Path, capsys: pytest.CaptureFixture) -> None:
+    """The exit status tells survivors, and the table names them."""
+    survivor = replace(KILLED, id="T2", new="2 * x")
+    assert mutants.run(toy, [KILLED], 2) == 0
+    assert "1 of 1 mutants killed" in capsys.readouterr().out
+    assert mutants.run(toy, [KILLED, survivor], 2) == 1
+    assert "T2 survived" in capsys.readouterr().out
+
+
+def test_run_needs_tests_that_pass(toy: Path, capsys: pytest.CaptureFixture) -> None:
+    """A test that fails anyway proves nothing."""
+    path = toy / KILLED.file
+    path.write_text("def double(x):\n    return x + x - 1\n", encoding="utf-8")
+    assert mutants.run(toy, [KILLED], 1) == 1
+    assert "without a fault" in capsys.readouterr().out
+
+
+def test_problems_are_named(toy: Path) -> None:
+    """An entry that has rotted, or names nothing, is a problem."""
+    rotten = {
+        "stands 0 times": replace(KILLED, old="x * x"),
+        "stands 2 times": replace(KILLED, old="x "),
+        "listed twice": KILLED,
+        "are equal": replace(KILLED, new=KILLED.old),
+        "must not be empty": replace(KILLED, source=""),
+        "invalid syntax": replace(KILLED, new="x +"),
+        "No such file": replace(KILLED, file="toy/none.py"),
+        "no test": replace(KILLED, tests=("tests/test_toy.py::test_none",)),
+    }
+    (toy / KILLED.file).write_text("def double(x):\n    return x + x\n# x \n")
+    for text, mutant in rotten.items():
+        pair = [mutant, mutant] if mutant is KILLED else [mutant]
+        assert any(text in found for found in mutants.problems(toy, pair)), text
+    assert list(mutants.problems(toy, [KILLED])) == []
+
+
+def test_list_is_read_strictly(toy: Path) -> None:
+    """A missing or misspelt field is an error, not a default."""
+    write_list(toy, "")
+    assert mutants.load(toy) == []
+    write_list(toy, '[[mutant]]\nid = "T1"\nnme = "misspelt"\n')
+    with pytest.raises(ValueError, match="T1: missing or unknown fields"):
+        mutants.load(toy)
