@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 from rich.console import Console
@@ -98,13 +99,13 @@ def load(root: Path) -> list[Mutant]:
         ValueError: An entry that lacks a field or has an unknown one.
     """
     text = (root / LIST).read_text(encoding="utf-8")
-    entries = tomllib.loads(text).get("mutant", [])
+    entries: list[dict[str, Any]] = tomllib.loads(text).get("mutant", [])
     wanted = {entry.name for entry in fields(Mutant)}
     for entry in entries:
         if wrong := wanted ^ set(entry):
             named = entry.get("id", "an entry without id")
             raise ValueError(f"{named}: missing or unknown fields {sorted(wrong)}")
-    return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+    return [Mutant(**entry | {"tests": tuple(entry["tests"])}) for entry in entries]
 
 
 def problems(root: Path, mutants: Sequence[Mutant]) -> Iterator[str]:
