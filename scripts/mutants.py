@@ -105,7 +105,8 @@ def load(root: Path) -> list[Mutant]:
         if wrong := wanted ^ set(entry):
             named = entry.get("id", "an entry without id")
             raise ValueError(f"{named}: missing or unknown fields {sorted(wrong)}")
-    return [Mutant(**entry | {"tests": tuple(entry["tests"])}) for entry in entries]
+        entry["tests"] = tuple(entry["tests"])
+    return [Mutant(**entry) for entry in entries]
 
 
 def problems(root: Path, mutants: Sequence[Mutant]) -> Iterator[str]:

@@ -26,6 +26,7 @@ PENDING = {
     "moe.py",
     "norm.py",
     "prefix_cache.py",
+    "rows.py",
     "sampler.py",
     "scan.py",
     "scheduler.py",
