@@ -30,6 +30,7 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
     if ".kernels" not in module.name:
         importlib.import_module(module.name)
         found.append(module.name)
+assert not {{"reference", "optimized"}} & set(sys.modules), "a module with two names"
 print(len(found))
 """
 
