@@ -112,12 +112,13 @@ def unmatched(
     reference, optimized = modules(root, "reference"), modules(root, "optimized")
     missing = reference - optimized - pending - set(only["reference"])
     extra = optimized - reference - set(only["optimized"])
-    landed = pending & optimized
+    landed, gone = pending & optimized, pending - reference
     unneeded = (set(only["reference"]) | set(only["optimized"])) & reference & optimized
     return [
         *(f"optimized/{name} is missing" for name in sorted(missing)),
         *(f"reference/{name} is missing" for name in sorted(extra)),
         *(f"{name} has landed: take it off PENDING" for name in sorted(landed)),
+        *(f"reference/{name} is gone: take it off PENDING" for name in sorted(gone)),
         *(f"{name} is on both sides: take it off ONLY" for name in sorted(unneeded)),
     ]
 
@@ -249,4 +250,5 @@ def test_lint_sees_lists_that_are_out_of_date(tmp_path: Path) -> None:
     tree = toy_tree(tmp_path, {"pool.py": TOY})
     only = {"reference": {"pool.py": "no fast form"}, "optimized": {}}
     assert len(unmatched(tree, NOTHING, {"pool.py"})) == 1
+    assert len(unmatched(tree, NOTHING, {"gone.py"})) == 1
     assert len(unmatched(tree, only, set())) == 1
