@@ -1,0 +1,299 @@
+"""The front door: a model, its tokenizer and an engine behind ``generate``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.assemble import build_engine
+from lockstep.config import EngineConfig, ModelConfig
+from lockstep.errors import CheckpointError, ConfigError, RequestError
+from lockstep.families import read_config_files, read_model_config
+from lockstep.memory import plan_memory, torch_dtype, warnings_for
+from lockstep.parameters import Parameters, parameter_specs
+from lockstep.request import RequestOutput, SamplingParams
+from lockstep.tokenizer import Tokenizer
+from lockstep.weights import RandomWeights, draw_parameters, load_parameters
+
+T = TypeVar("T")
+
+#: Text, or token ids.
+Prompt = str | Sequence[int]
+
+#: The checkpoint that comes with the package, under the name that users give.
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).parent / "demo_model"
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+class LLM:
+    """A language model ready to generate.
+
+    Args:
+        model: A checkpoint folder, ``"demo"`` for the one that comes with the package,
+            or a `ModelConfig` to be filled with random weights.
+        backend: ``reference`` or ``optimized``.
+        device: ``cpu``, ``cuda``, ``cuda:1``...; ``auto`` is a GPU if there is one.
+        dtype: Dtype of weights and activations; ``auto`` is the checkpoint's on a GPU
+            and float32 on a CPU.
+        config: Budgets, cache and checks of the engine.
+        components: Replacements of single components, such as
+            ``{"scan.scan_prefill": my_scan}``.
+        weights: How random weights are drawn; only with a `ModelConfig`.
+        verbose: Whether the memory plan is printed and progress shown, on stderr.
+
+    Attributes:
+        model_config: The model.
+        sizes: Every size of the engine, settled.
+        engine: The engine; `generate` drives it, and so may you.
+
+    Raises:
+        CheckpointError: A folder that is missing, damaged or does not fit its config.
+        ConfigError: A model, an option or a budget that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | ModelConfig,
+        backend: str = "reference",
+        device: str = "auto",
+        dtype: str = "auto",
+        config: EngineConfig | None = None,
+        components: Mapping[str, Any] | None = None,
+        weights: RandomWeights | None = None,
+        verbose: bool = True,
+    ) -> None:
+        """Load or draw the weights and build the engine."""
+        folder: Path | None = None
+        if not isinstance(model, ModelConfig):
+            folder = _find_folder(model)
+            model = read_model_config(read_config_files(folder))
+        self.model_config, self.verbose = model, verbose
+        self.device = _find_device(device)
+        self.dtype = _find_dtype(dtype, model, self.device)
+        engine_config = config or EngineConfig()
+        self.sizes = plan_memory(
+            model,
+            engine_config,
+            self.device,
+            self.dtype,
+            num_weight_bytes(model, self.dtype),
+        )
+        self._announce(engine_config)
+        self._tokenizer = Tokenizer.from_folder(folder) if folder else None
+        self.engine: Any = build_engine(
+            model,
+            engine_config,
+            self.sizes,
+            self._make_parameters(folder, weights),
+            self.device,
+            backend,
+            components,
+        )
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any] | ModelConfig,
+        weights: RandomWeights | None = None,
+        engine_config: EngineConfig | None = None,
+        **options: Any,
+    ) -> LLM:
+        """Build a model of any shape, without a folder, with random weights.
+
+        Args:
+            config: The fields of a Hugging Face config, or a `ModelConfig`.
+            weights: How weights are drawn; `RandomWeights` as it is unless given.
+            engine_config: Budgets, cache and checks; ``config`` of the class itself.
+            options: Further arguments of the class.
+        """
+        model = config if isinstance(config, ModelConfig) else read_model_config(config)
+        return cls(model, config=engine_config, weights=weights, **options)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer.
+
+        Raises:
+            RequestError: There is none.
+        """
+        if self._tokenizer is None:
+            raise RequestError(
+                "this model has no tokenizer: prompts and outputs are token ids alone"
+            )
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts.
+
+        Args:
+            prompts: One prompt or several; a prompt is text or a list of token ids.
+            sampling_params: For all prompts, or one for each.
+
+        Returns:
+            An output for each prompt, in their order; with its text if the model has a
+            tokenizer.
+
+        Raises:
+            RequestError: Some prompts cannot be served. All are checked before any is
+                started, and every fault is listed.
+        """
+        checked = self._check(_as_list(prompts), sampling_params)
+        ids: list[str] = [self.engine.add(*request) for request in checked]
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for output in self._show(self._run(set(ids)), len(ids), "generating"):
+                outputs[output.request_id] = self._with_text(output)
+        except BaseException:
+            for request_id in set(ids) - set(outputs):
+                self.engine.abort(request_id)
+            raise
+        return [outputs[request_id] for request_id in ids]
+
+    def _check(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[tuple[list[int], SamplingParams]]:
+        """Turn prompts into token ids and let the engine judge each."""
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts came with {len(sampling)} sampling parameters"
+            )
+        checked: list[tuple[list[int], SamplingParams]] = []
+        faults: list[str] = []
+        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            try:
+                token_ids = self._token_ids(prompt)
+                self.engine.check(token_ids, params)
+                checked.append((token_ids, params))
+            except RequestError as error:
+                faults.append(f"prompt {index}: {error}")
+        if faults:
+            raise RequestError("\n".join(faults))
+        return checked
+
+    def _token_ids(self, prompt: object) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence):
+            kind = type(prompt).__name__
+            raise RequestError(f"a prompt is text or a list of token ids, not {kind}")
+        return list(prompt)
+
+    def _run(self, pending: set[str]) -> Iterator[RequestOutput]:
+        """Step the engine and give out the pending requests as they finish."""
+        while pending:
+            for output in self.engine.step().finished:
+                if output.request_id in pending:
+                    pending.remove(output.request_id)
+                    yield output
+
+    def _with_text(self, output: RequestOutput) -> RequestOutput:
+        if self._tokenizer is None:
+            return output
+        return dataclasses.replace(
+            output, text=self._tokenizer.decode(output.token_ids)
+        )
+
+    def _make_parameters(
+        self, folder: Path | None, weights: RandomWeights | None
+    ) -> Parameters:
+        def progress(names: Iterable[str], total: int) -> Iterable[str]:
+            return self._show(names, total, "loading weights")
+
+        if folder is None:
+            rule = weights or RandomWeights()
+            return draw_parameters(
+                self.model_config, rule, self.dtype, self.device, progress
+            )
+        if weights is not None:
+            raise ConfigError("random weights go with a config, not with a checkpoint")
+        return load_parameters(
+            folder, self.model_config, self.dtype, self.device, progress
+        )
+
+    def _announce(self, engine_config: EngineConfig) -> None:
+        """Print the memory plan, and warn of what is on and can do nothing."""
+        model = self.model_config
+        if self.verbose:
+            where = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
+            total = num_parameters(model) / 1e6
+            head = f"{model.family} {model.layer_pattern}, {total:,.1f}M parameters"
+            print(f"{head}, {where}\n{self.sizes.describe()}", file=sys.stderr)
+        for message in warnings_for(model, engine_config, self.sizes):
+            warnings.warn(message, stacklevel=3)
+
+    def _show(self, items: Iterable[T], total: int, what: str) -> Iterable[T]:
+        """Show a progress bar where somebody watches."""
+        if not (self.verbose and sys.stderr.isatty()):
+            return items
+        from rich.console import Console
+        from rich.progress import track
+
+        console = Console(stderr=True)
+        return track(items, what, total=total, console=console, transient=True)
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Count a model's parameters."""
+    return sum(math.prod(spec.shape) for spec in parameter_specs(config).values())
+
+
+def num_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Count the bytes that a model's parameters take."""
+    return sum(
+        math.prod(spec.shape) * spec.dtype(dtype).itemsize
+        for spec in parameter_specs(config).values()
+    )
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """Tell one prompt from several."""
+    is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+    return [prompts] if is_one else list(prompts)
+
+
+def _find_folder(model: str | PathLike[str]) -> Path:
+    folder = DEMO_FOLDER if model == DEMO else Path(model)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{str(model)!r} is not a folder; a model is a checkpoint folder, or "
+            f"{DEMO!r} for the one that comes with Lockstep"
+        )
+    return folder
+
+
+def _find_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device is {name!r}; use auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, but torch finds no GPU; use cpu")
+    return device
+
+
+def _find_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; known are {', '.join(DTYPES)}")
+    if name == "auto":
+        name = model.dtype if device.type == "cuda" else "float32"
+    return torch_dtype(name)
