@@ -73,9 +73,7 @@ def build_engine(
             )
     module = importlib.import_module(f"lockstep.{backend}.engine")
     chosen = build_components(backend, components)
-    return module.Engine(
-        model_config, engine_config, sizes, parameters, chosen, device
-    )
+    return module.Engine(model_config, engine_config, sizes, parameters, chosen, device)
 
 
 def _check_backend(backend: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.batch import BatchMetadata
 from lockstep.shapes import ExpertIds, ExpertWeights
 
 
@@ -33,7 +32,7 @@ class Components:
     PrefixCache: Callable[..., Any] = _in("prefix_cache")
     BlockPool: Callable[..., Any] = _in("kv_blocks")
     StateSlots: Callable[..., Any] = _in("state_slots")
-    build_metadata: Callable[..., BatchMetadata] = _in("metadata")
+    MetadataBuilder: Callable[..., Any] = _in("metadata")
     Model: Callable[..., Any] = _in("model")
     rms_norm: Callable[..., Tensor] = _in("norm")
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = _in("norm")

@@ -285,9 +285,11 @@ def _workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     widths = [model.hidden_size]
     widths += [model.mamba.in_proj_size] if model.mamba else []
     widths += [model.mlp.size] if model.mlp else []
-    widths += [model.moe.shared_size, model.moe.top_k * model.moe.expert_size] if (
-        model.moe
-    ) else []
+    widths += (
+        [model.moe.shared_size, model.moe.top_k * model.moe.expert_size]
+        if (model.moe)
+        else []
+    )
     tokens = engine.max_tokens_per_step
     rows = tokens if engine.record_logprobs else min(tokens, engine.max_requests)
     return 4 * (2 * tokens * max(widths) + 2 * rows * model.vocab_size)

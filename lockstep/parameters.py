@@ -298,9 +298,7 @@ def _linear(flat: Mapping[str, Tensor], name: str) -> LinearParameters:
     return LinearParameters(flat[f"{name}.weight"], flat.get(f"{name}.bias"))
 
 
-def _optional_linear(
-    flat: Mapping[str, Tensor], name: str
-) -> LinearParameters | None:
+def _optional_linear(flat: Mapping[str, Tensor], name: str) -> LinearParameters | None:
     return _linear(flat, name) if f"{name}.weight" in flat else None
 
 

@@ -50,8 +50,9 @@ class CacheReport:
         num_skipped_tokens: Tokens that were not computed.
         limit: What kept more from being skipped.
         reason: The same in words, with the numbers.
-        differs_from: First position at which the prompt departs from the tokens of an
-            earlier request of which it repeats the start; None where there is none.
+        differs_from: Where the prompt departs from the tokens that an earlier request,
+            whose prompt it repeats, had generated: text that was tokenized again can
+            come out as other tokens. None where it does not depart.
     """
 
     matched_kv_tokens: int = 0

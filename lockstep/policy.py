@@ -6,7 +6,7 @@ slice of a prompt and in any later one.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from lockstep.blocks import align_down
 from lockstep.plan import CacheReport, SkipLimit
@@ -89,6 +89,30 @@ def decide_skip(
         limit=limit,
         reason=reason,
     )
+
+
+def departure(
+    prompt: Sequence[int], earlier: Sequence[int], earlier_prompt_length: int
+) -> int | None:
+    """Find where a prompt that repeats an earlier one leaves what that generated.
+
+    Args:
+        prompt: The new prompt.
+        earlier: Prompt and generated tokens of an earlier request.
+        earlier_prompt_length: How many of them were its prompt.
+
+    >>> departure([1, 2, 3, 9], [1, 2, 3, 4, 5], 2)
+    3
+    >>> departure([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], 2) is None
+    True
+    """
+    common = 0
+    for new, old in zip(prompt, earlier, strict=False):
+        if new != old:
+            break
+        common += 1
+    departs = earlier_prompt_length <= common < min(len(prompt), len(earlier))
+    return common if departs else None
 
 
 def _explain(

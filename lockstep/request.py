@@ -1,11 +1,10 @@
-"""Requests: what users ask (`SamplingParams`), what they get (`RequestOutput`), and
-what an engine keeps in between (`Request`)."""
+"""Requests: what users ask, what they get, and what an engine keeps in between."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from lockstep.blocks import BlockHash, extend_hashes
@@ -67,6 +66,14 @@ class Timings:
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
     tokens: list[float] = field(default_factory=list[float])
+
+    def note_admission(self) -> None:
+        """Note that the request was admitted now."""
+        self.admitted = time.perf_counter()
+
+    def add_token(self) -> None:
+        """Note that a token came now."""
+        self.tokens.append(time.perf_counter())
 
     @property
     def queue(self) -> float | None:
@@ -149,7 +156,10 @@ class Request:
         admission: Its number in order of admission; 0 before.
         last_step: Last step in which it had a row.
         abort_requested: Whether it was aborted while a step was running.
+        admission_report: What the cache did at its latest admission.
         cache: What the cache did at its first admission.
+        differs_from: Where it departs from the tokens that an earlier request, whose
+            prompt it repeats, had generated.
         finish_reason: Why it ended.
         error: Message of the exception that ended it.
         logprobs: Reported log-probabilities.
@@ -176,7 +186,9 @@ class Request:
     admission: int = 0
     last_step: int = 0
     abort_requested: bool = False
+    admission_report: CacheReport | None = None
     cache: CacheReport | None = None
+    differs_from: int | None = None
     finish_reason: FinishReason | None = None
     error: str = ""
     logprobs: list[dict[int, float]] = field(default_factory=list[dict[int, float]])
@@ -212,6 +224,6 @@ class Request:
             finish_reason=self.finish_reason,
             error=self.error,
             logprobs=reported,
-            cache=self.cache or CacheReport(),
+            cache=replace(self.cache or CacheReport(), differs_from=self.differs_from),
             timings=self.timings,
         )

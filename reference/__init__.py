@@ -1,1 +1,1 @@
-"""The readable side: loops, eager PyTorch, nothing else."""
+"""The readable side: loops, eager, torch alone. It defines what is right."""

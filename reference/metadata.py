@@ -1,0 +1,226 @@
+"""From a plan to the index arrays of `lockstep.batch.BatchMetadata`, loop by loop.
+
+Rows come in the plan's order, decode rows first. Nothing is padded on this side: every
+padded count equals the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.batch import BatchMetadata
+from lockstep.memory import Sizes
+from lockstep.plan import RowPlan, StepPlan
+from lockstep.request import Request
+
+
+class ScanChunks(NamedTuple):
+    """Where the scan chunks of packed prefill rows lie.
+
+    Attributes:
+        boundaries: Prefill offsets at which chunks begin, and the end.
+        rows: Row of each chunk.
+        last: Last chunk of each row.
+    """
+
+    boundaries: list[int]
+    rows: list[int]
+    last: list[int]
+
+
+def cut_scan_chunks(rows: list[RowPlan], scan_chunk_size: int) -> ScanChunks:
+    """Cut packed prefill rows into scan chunks.
+
+    Chunks are cut at absolute multiples of the chunk size, whatever position a slice
+    starts at, so that every block boundary ends a chunk, in any slicing of a prompt. A
+    chunk never reaches into the next row.
+
+    Args:
+        rows: Prefill rows, in batch order.
+        scan_chunk_size: Most tokens in a chunk.
+    """
+    boundaries, chunk_rows, last = [0], list[int](), list[int]()
+    offset = 0
+    for index, row in enumerate(rows):
+        position = row.start
+        while position < row.end:
+            next_multiple = (position // scan_chunk_size + 1) * scan_chunk_size
+            chunk_end = min(next_multiple, row.end)
+            offset += chunk_end - position
+            position = chunk_end
+            boundaries.append(offset)
+            chunk_rows.append(index)
+        last.append(len(chunk_rows) - 1)
+    return ScanChunks(boundaries, chunk_rows, last)
+
+
+def find_snapshot_chunks(rows: list[RowPlan], scan_chunk_size: int) -> list[int]:
+    """Find the scan chunk at whose end each snapshot of these rows is known.
+
+    Args:
+        rows: Prefill rows, in batch order; snapshots by ascending position.
+        scan_chunk_size: Most tokens in a chunk.
+    """
+    chunks = cut_scan_chunks(rows, scan_chunk_size)
+    found: list[int] = []
+    offset = 0
+    for row in rows:
+        for snapshot in row.snapshots:
+            end = offset + snapshot.position - row.start
+            found.append(chunks.boundaries.index(end) - 1)
+        offset += row.num_tokens
+    return found
+
+
+def kv_index_of(row: RowPlan, position: int, sizes: Sizes) -> int:
+    """Say where the K/V of one token goes.
+
+    A token of a shared block is computed again when its state was not stored; its K/V
+    goes to the dummy block, since others read the shared one.
+
+    Args:
+        row: The token's row.
+        position: Its absolute position.
+        sizes: The engine's sizes.
+    """
+    block, offset = divmod(position, sizes.block_size)
+    is_shared = block < row.num_shared_blocks
+    block_id = sizes.dummy_block if is_shared else row.block_table[block]
+    return block_id * sizes.block_size + offset
+
+
+class MetadataBuilder:
+    """Makes the index arrays of each step."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        """Remember sizes and device.
+
+        Args:
+            sizes: The engine's sizes.
+            device: Where the arrays go.
+        """
+        self.sizes = sizes
+        self.device = device
+
+    def build(
+        self, plan: StepPlan, requests: Mapping[str, Request], all_logits: bool
+    ) -> BatchMetadata:
+        """Make the arrays of one step.
+
+        Args:
+            plan: The step's rows.
+            requests: The request of every row.
+            all_logits: Whether logits are wanted after every token, not only where one
+                is to be drawn.
+        """
+        rows = plan.decode_rows + plan.prefill_rows
+        return BatchMetadata(
+            shape=plan.shape,
+            padded_shape=plan.shape,
+            num_snapshots=sum(len(row.snapshots) for row in plan.prefill_rows),
+            block_tables=self._tables(rows),
+            context_lens=self._ints([row.end for row in rows]),
+            **self._token_arrays(rows, requests),
+            **self._decode_arrays(plan.decode_rows),
+            **self._prefill_arrays(plan.prefill_rows),
+            **self._snapshot_arrays(plan.prefill_rows),
+            **self._sampling_arrays(rows, requests, all_logits),
+        )
+
+    def _token_arrays(
+        self, rows: list[RowPlan], requests: Mapping[str, Request]
+    ) -> dict[str, Tensor]:
+        """Describe each token: what it is, where it stands, where its K/V goes."""
+        tokens = [(row, p) for row in rows for p in range(row.start, row.end)]
+        ids = [requests[row.request_id].token_ids[p] for row, p in tokens]
+        kv_index = [kv_index_of(row, p, self.sizes) for row, p in tokens]
+        return {
+            "token_ids": self._ints(ids),
+            "positions": self._ints([p for _, p in tokens]),
+            "token_mask": torch.ones(len(tokens), dtype=torch.bool, device=self.device),
+            "kv_index": self._ints(kv_index),
+        }
+
+    def _decode_arrays(self, rows: list[RowPlan]) -> dict[str, Tensor]:
+        """Describe each decode row: its live slot, and where a copy of it goes."""
+        targets = [
+            row.snapshots[0].slot_id if row.snapshots else self.sizes.dummy_slot
+            for row in rows
+        ]
+        return {
+            "decode_slot_ids": self._ints([row.slot_id for row in rows]),
+            "decode_snapshot_slot_ids": self._ints(targets),
+        }
+
+    def _prefill_arrays(self, rows: list[RowPlan]) -> dict[str, Tensor]:
+        """Describe each prefill row: its slice, its slots, its scan chunks."""
+        chunks = cut_scan_chunks(rows, self.sizes.scan_chunk_size)
+        return {
+            "cu_prefill_lens": self._ints(_offsets(rows)),
+            "prefill_starts": self._ints([row.start for row in rows]),
+            "prefill_slot_ids": self._ints([row.slot_id for row in rows]),
+            "initial_slot_ids": self._ints([row.initial_slot_id for row in rows]),
+            "cu_scan_chunks": self._ints(chunks.boundaries),
+            "scan_chunk_rows": self._ints(chunks.rows),
+            "last_scan_chunks": self._ints(chunks.last),
+        }
+
+    def _snapshot_arrays(self, rows: list[RowPlan]) -> dict[str, Tensor]:
+        """Describe each state to be stored: whose, after which token, and where."""
+        found = [
+            (index, offset + snapshot.position - row.start, snapshot.slot_id)
+            for index, row in enumerate(rows)
+            for offset in [_offsets(rows)[index]]
+            for snapshot in row.snapshots
+        ]
+        chunks = find_snapshot_chunks(rows, self.sizes.scan_chunk_size)
+        return {
+            "snapshot_rows": self._ints([row for row, _, _ in found]),
+            "snapshot_ends": self._ints([end for _, end, _ in found]),
+            "snapshot_slot_ids": self._ints([slot for _, _, slot in found]),
+            "snapshot_scan_chunks": self._ints(chunks),
+        }
+
+    def _sampling_arrays(
+        self, rows: list[RowPlan], requests: Mapping[str, Request], all_logits: bool
+    ) -> dict[str, Tensor]:
+        """Describe each draw, and say after which tokens logits are wanted."""
+        ends = _offsets(rows)[1:]
+        drawing = [(row, end - 1) for row, end in zip(rows, ends, strict=True)]
+        drawing = [(row, token) for row, token in drawing if row.samples]
+        wanted = list(range(ends[-1])) if all_logits else [t for _, t in drawing]
+        sampling = [requests[row.request_id].sampling for row, _ in drawing]
+        return {
+            "logit_index": self._ints(wanted),
+            "sample_index": self._ints([wanted.index(token) for _, token in drawing]),
+            "temperatures": torch.tensor(
+                [each.temperature for each in sampling],
+                dtype=torch.float32,
+                device=self.device,
+            ),
+            "seeds": self._ints([each.seed or 0 for each in sampling]),
+            "sample_positions": self._ints([row.end for row, _ in drawing]),
+        }
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _tables(self, rows: list[RowPlan]) -> Tensor:
+        width = max(len(row.block_table) for row in rows)
+        dummy = [self.sizes.dummy_block] * width
+        tables = [(row.block_table + dummy)[:width] for row in rows]
+        return self._ints([block for table in tables for block in table]).view(
+            len(rows), width
+        )
+
+
+def _offsets(rows: list[RowPlan]) -> list[int]:
+    """Return the offsets at which packed rows begin, and the end."""
+    offsets = [0]
+    for row in rows:
+        offsets.append(offsets[-1] + row.num_tokens)
+    return offsets
