@@ -1,0 +1,179 @@
+"""Engines for tests: build one, run it to the end, compare with a lone run.
+
+The yardstick of every engine test is `lone`: the same request alone, its whole prompt in
+one step, nothing cached. Log-probabilities of every position that was computed, and
+tokens, must equal the lone run's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.assemble import build_engine
+from lockstep.config import DebugCheck, EngineConfig, ModelConfig
+from lockstep.memory import plan_memory, torch_dtype
+from lockstep.parameters import Parameters
+from lockstep.request import RequestOutput, SamplingParams
+from lockstep.trace import StepRecord
+from lockstep.weights import RandomWeights, draw_parameters
+
+CPU = torch.device("cpu")
+ALL_CHECKS: tuple[DebugCheck, ...] = ("integrity", "poison", "checksums")
+#: Small pools and every check on; tests override what they are about.
+DEFAULTS: dict[str, Any] = {
+    "max_requests": 4,
+    "max_tokens_per_step": 64,
+    "num_blocks": 32,
+    "snapshot_slots": 8,
+    "record_logprobs": True,
+    "debug": ALL_CHECKS,
+}
+
+
+@cache
+def witness_parameters(
+    config: ModelConfig, seed: int = 0, device: torch.device = CPU
+) -> Parameters:
+    """Draw weights with which a wrong state is seen in the log-probabilities."""
+    rule = RandomWeights.witness(seed)
+    return draw_parameters(config, rule, torch_dtype(config.dtype), device)
+
+
+def make_engine(
+    config: ModelConfig,
+    side: str = "reference",
+    components: dict[str, Any] | None = None,
+    device: torch.device = CPU,
+    **options: Any,
+) -> Any:
+    """Build an engine with witness weights; options are those of `EngineConfig`."""
+    engine_config = EngineConfig(**{**DEFAULTS, **options})
+    parameters = witness_parameters(config, device=device)
+    sizes = plan_memory(
+        config,
+        engine_config,
+        device,
+        torch_dtype(config.dtype),
+        parameters.num_bytes,
+    )
+    return build_engine(
+        config, engine_config, sizes, parameters, device, side, components
+    )
+
+
+def greedy(max_tokens: int = 8, **options: Any) -> SamplingParams:
+    """Return greedy parameters that ignore end-of-sequence tokens."""
+    settings = {"temperature": 0.0, "ignore_eos": True, "seed": 0, **options}
+    return SamplingParams(max_tokens=max_tokens, **settings)
+
+
+@dataclass
+class Run:
+    """What steps gave, gathered request by request.
+
+    Attributes:
+        outputs: Finished requests.
+        logprobs: For each request, log-probabilities by position; a position computed
+            more than once holds the latest.
+        records: All step records.
+    """
+
+    outputs: dict[str, RequestOutput] = field(default_factory=dict[str, RequestOutput])
+    logprobs: dict[str, dict[int, Tensor]] = field(
+        default_factory=dict[str, dict[int, Tensor]]
+    )
+    records: list[StepRecord] = field(default_factory=list[StepRecord])
+
+    def note(self, record: StepRecord) -> StepRecord:
+        """Take in one step's record."""
+        self.records.append(record)
+        for row in record.rows:
+            if row.request_id in record.logprobs:
+                rows = record.logprobs[row.request_id]
+                mine = self.logprobs.setdefault(row.request_id, {})
+                mine.update(zip(range(row.start, row.end), rows, strict=True))
+        for output in record.finished:
+            self.outputs[output.request_id] = output
+        return record
+
+
+def drain(
+    engine: Any,
+    run: Run | None = None,
+    between: Callable[[StepRecord], None] | None = None,
+) -> Run:
+    """Run an engine until it has nothing left to do.
+
+    Args:
+        engine: The engine.
+        run: Takes the records; a new one when None.
+        between: Called after each step.
+    """
+    run = run or Run()
+    while engine.has_work:
+        record = run.note(engine.step())
+        if between is not None:
+            between(record)
+    return run
+
+
+def serve(
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams | None = None,
+) -> tuple[list[RequestOutput], Run]:
+    """Add all prompts at once and run to the end; outputs in order of the prompts."""
+    names = [engine.add(list(prompt), sampling or greedy()) for prompt in prompts]
+    run = drain(engine)
+    return [run.outputs[name] for name in names], run
+
+
+@cache
+def _lone(
+    config: ModelConfig, prompt: tuple[int, ...], sampling: SamplingParams
+) -> tuple[RequestOutput, dict[int, Tensor]]:
+    length = len(prompt) + sampling.max_tokens
+    engine = make_engine(
+        config,
+        max_requests=1,
+        max_tokens_per_step=length,
+        num_blocks=length,
+        prefix_caching=False,
+        debug=(),
+    )
+    outputs, run = serve(engine, [prompt], sampling)
+    return outputs[0], run.logprobs[outputs[0].request_id]
+
+
+def lone(
+    config: ModelConfig, prompt: Sequence[int], sampling: SamplingParams
+) -> tuple[RequestOutput, dict[int, Tensor]]:
+    """Serve one request alone, uncached, in one slice, on the reference side.
+
+    Returns:
+        Its output, and its log-probabilities by position.
+    """
+    return _lone(config, tuple(prompt), sampling)
+
+
+def assert_equals_lone(
+    config: ModelConfig, output: RequestOutput, run: Run, sampling: SamplingParams
+) -> None:
+    """Check that a request's every computed position equals the lone run's, by bits.
+
+    An aborted request is compared as far as it got.
+    """
+    truth, expected = lone(config, output.prompt_token_ids, sampling)
+    assert output.token_ids == truth.token_ids[: len(output.token_ids)]
+    if output.finish_reason not in ("abort", "error"):
+        assert output.token_ids == truth.token_ids
+    for position, values in run.logprobs.get(output.request_id, {}).items():
+        assert torch.equal(values, expected[position]), (
+            f"{output.request_id}: log-probabilities differ at position {position}"
+        )
