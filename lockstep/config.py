@@ -7,8 +7,9 @@ follow from others are properties and are never written back.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from lockstep.errors import ConfigError
 
@@ -27,6 +28,19 @@ _DEBUG_CHECKS = ("integrity", "poison", "checksums")
 SCAN_CHUNK_SIZES = (16, 32, 64, 128, 256)
 #: Block size of a model without a scan chunk.
 DEFAULT_BLOCK_SIZE = 128
+#: Options that users of other engines may look for, and what they ask for.
+NOT_OFFERED = {
+    "speculative_model": "speculative decoding",
+    "speculative_config": "speculative decoding",
+    "num_speculative_tokens": "speculative decoding",
+    "num_nextn_predict_layers": "multi-token prediction",
+    "cpu_offload_gb": "offloading",
+    "swap_space": "offloading",
+    "kv_transfer_config": "offloading",
+    "tensor_parallel_size": "tensor parallelism",
+    "pipeline_parallel_size": "pipeline stages",
+    "quantization": "quantization",
+}
 
 
 @dataclass(frozen=True)
@@ -334,12 +348,36 @@ class EngineConfig:
             _check_fraction("memory_fraction", self.memory_fraction)
         _check_fraction("snapshot_fraction", self.snapshot_fraction, least=0.0)
         _check_choice("eviction", self.eviction, ("lru", "ref_zero"))
+        for name in ("ssm_state_dtype", "kv_dtype"):
+            if "8" in str(getattr(self, name)):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; 8-bit caches are not offered, "
+                    f"use one of {', '.join(_DTYPES)}"
+                )
         _check_choice("ssm_state_dtype", self.ssm_state_dtype, _DTYPES)
         _check_choice("kv_dtype", self.kv_dtype, ("auto", *_DTYPES))
         if isinstance(self.debug, str):
             raise ConfigError(f"debug is a tuple of checks, such as ({self.debug!r},)")
         for check in self.debug:
             _check_choice("debug", check, _DEBUG_CHECKS)
+
+
+def engine_options(config: EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
+    """Set options by name on top of a configuration.
+
+    Raises:
+        ConfigError: A name that is unknown or not offered, or a bad value.
+
+    >>> engine_options(EngineConfig(), {"max_requests": 2}).max_requests
+    2
+    """
+    known = [entry.name for entry in fields(EngineConfig)]
+    for name in options:
+        if name in NOT_OFFERED:
+            raise ConfigError(f"{name}: {NOT_OFFERED[name]} is not offered")
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}; known are {', '.join(known)}")
+    return replace(config, **options)
 
 
 def _check_count(name: str, value: object, least: int) -> None:

@@ -1,7 +1,7 @@
 """Engines for tests: build one, run it to the end, compare with a lone run.
 
-The yardstick of every engine test is `lone`: the same request alone, its whole prompt in
-one step, nothing cached. Log-probabilities of every position that was computed, and
+The yardstick of every engine test is `lone`: the same request alone, its whole prompt
+in one step, nothing cached. Log-probabilities of every position that was computed, and
 tokens, must equal the lone run's.
 """
 
