@@ -1,0 +1,6 @@
+"""Entry point of ``python -m lockstep``."""
+
+from lockstep.cli import main
+
+if __name__ == "__main__":
+    main()
