@@ -136,11 +136,15 @@ def serve(
 
 @cache
 def _lone(
-    config: ModelConfig, prompt: tuple[int, ...], sampling: SamplingParams
+    config: ModelConfig,
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    device: torch.device,
 ) -> tuple[RequestOutput, dict[int, Tensor]]:
     length = len(prompt) + sampling.max_tokens
     engine = make_engine(
         config,
+        device=device,
         max_requests=1,
         max_tokens_per_step=length,
         num_blocks=length,
@@ -152,24 +156,31 @@ def _lone(
 
 
 def lone(
-    config: ModelConfig, prompt: Sequence[int], sampling: SamplingParams
+    config: ModelConfig,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    device: torch.device = CPU,
 ) -> tuple[RequestOutput, dict[int, Tensor]]:
     """Serve one request alone, uncached, in one slice, on the reference side.
 
     Returns:
         Its output, and its log-probabilities by position.
     """
-    return _lone(config, tuple(prompt), sampling)
+    return _lone(config, tuple(prompt), sampling, device)
 
 
 def assert_equals_lone(
-    config: ModelConfig, output: RequestOutput, run: Run, sampling: SamplingParams
+    config: ModelConfig,
+    output: RequestOutput,
+    run: Run,
+    sampling: SamplingParams,
+    device: torch.device = CPU,
 ) -> None:
     """Check that a request's every computed position equals the lone run's, by bits.
 
     An aborted request is compared as far as it got.
     """
-    truth, expected = lone(config, output.prompt_token_ids, sampling)
+    truth, expected = lone(config, output.prompt_token_ids, sampling, device)
     assert output.token_ids == truth.token_ids[: len(output.token_ids)]
     if output.finish_reason not in ("abort", "error"):
         assert output.token_ids == truth.token_ids
