@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SIDES = ("reference", "optimized")
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_side_is_linked_into_the_package(side: str) -> None:
+@pytest.mark.parametrize("folder", SIDES)
+def test_side_is_linked_into_the_package(folder: str) -> None:
     """A checkout without symlinks holds a text file here; see CONTRIBUTING.md."""
-    assert (ROOT / "lockstep" / side).is_dir()
-    assert (ROOT / "lockstep" / side).resolve() == ROOT / side
+    assert (ROOT / "lockstep" / folder).is_dir()
+    assert (ROOT / "lockstep" / folder).resolve() == ROOT / folder
 
 
 def shipped() -> set[str]:
