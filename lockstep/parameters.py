@@ -8,8 +8,9 @@ all, so that loading, checking and drawing at random read one table.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,93 +185,91 @@ class Parameters:
         return list(found.values())
 
 
-def parameter_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
+Specs = dict[str, ParameterSpec]
+
+
+def parameter_specs(config: ModelConfig) -> Specs:
     """List every parameter of a model by its flat name."""
-    matrix, norm = ParameterKind.MATRIX, ParameterKind.NORM
-    hidden = config.hidden_size
-    specs = {"embedding": ParameterSpec((config.vocab_size, hidden), matrix)}
+    embedding = (config.vocab_size, config.hidden_size)
+    specs = _one("embedding", ParameterKind.MATRIX, *embedding)
     layer_specs = {
         MAMBA: _mamba_specs,
         ATTENTION: _attention_specs,
         MLP: _mlp_specs,
         MOE: _moe_specs,
     }
+    norm = ParameterSpec((config.hidden_size,), ParameterKind.NORM)
     for index, letter in enumerate(config.layer_pattern):
-        layer = {"norm": ParameterSpec((hidden,), norm), **layer_specs[letter](config)}
+        layer = {"norm": norm, **layer_specs[letter](config)}
         specs |= {f"layers.{index}.{name}": spec for name, spec in layer.items()}
-    specs["final_norm"] = ParameterSpec((hidden,), norm)
+    specs["final_norm"] = norm
     if not config.tie_embeddings:
-        specs["head"] = ParameterSpec((config.vocab_size, hidden), matrix)
+        specs |= _one("head", ParameterKind.MATRIX, *embedding)
     return specs
 
 
-def _linear_specs(
-    name: str, outputs: int, inputs: int, bias: bool
-) -> dict[str, ParameterSpec]:
-    weight = ParameterSpec((outputs, inputs), ParameterKind.MATRIX)
-    specs = {f"{name}.weight": weight}
-    if bias:
-        specs[f"{name}.bias"] = ParameterSpec((outputs,), ParameterKind.BIAS)
-    return specs
+def _one(name: str, kind: ParameterKind, *shape: int) -> Specs:
+    return {name: ParameterSpec(shape, kind)}
 
 
-def _mamba_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
-    mamba = config.mamba
+def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Specs:
+    weight = _one(f"{name}.weight", ParameterKind.MATRIX, outputs, inputs)
+    return weight | (_one(f"{name}.bias", ParameterKind.BIAS, outputs) if bias else {})
+
+
+def _mamba_specs(config: ModelConfig) -> Specs:
+    mamba, kind = config.mamba, ParameterKind
     assert mamba is not None
-    hidden, heads = config.hidden_size, (mamba.num_heads,)
-    channels = mamba.conv_channels
-    specs = _linear_specs("in_proj", mamba.in_proj_size, hidden, mamba.proj_bias)
-    specs["conv_weight"] = ParameterSpec(
-        (channels, mamba.conv_width), ParameterKind.MATRIX
-    )
-    if mamba.conv_bias:
-        specs["conv_bias"] = ParameterSpec((channels,), ParameterKind.BIAS)
-    specs["A"] = ParameterSpec(heads, ParameterKind.DECAY)
-    specs["dt_bias"] = ParameterSpec(heads, ParameterKind.TIME_STEP)
-    specs["D"] = ParameterSpec(heads, ParameterKind.SKIP)
-    specs["gated_norm"] = ParameterSpec((mamba.inner_size,), ParameterKind.NORM)
-    return specs | _linear_specs("out_proj", hidden, mamba.inner_size, mamba.proj_bias)
+    hidden, inner, heads = config.hidden_size, mamba.inner_size, mamba.num_heads
+    channels, bias = mamba.conv_channels, mamba.proj_bias
+    return {
+        **_linear("in_proj", mamba.in_proj_size, hidden, bias),
+        **_one("conv_weight", kind.MATRIX, channels, mamba.conv_width),
+        **(_one("conv_bias", kind.BIAS, channels) if mamba.conv_bias else {}),
+        **_one("A", kind.DECAY, heads),
+        **_one("dt_bias", kind.TIME_STEP, heads),
+        **_one("D", kind.SKIP, heads),
+        **_one("gated_norm", kind.NORM, inner),
+        **_linear("out_proj", hidden, inner, bias),
+    }
 
 
-def _attention_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
+def _attention_specs(config: ModelConfig) -> Specs:
     attention = config.attention
     assert attention is not None
     hidden, bias = config.hidden_size, attention.bias
-    return (
-        _linear_specs("q_proj", attention.query_size, hidden, bias)
-        | _linear_specs("k_proj", attention.kv_size, hidden, bias)
-        | _linear_specs("v_proj", attention.kv_size, hidden, bias)
-        | _linear_specs("o_proj", hidden, attention.query_size, bias)
-    )
+    return {
+        **_linear("q_proj", attention.query_size, hidden, bias),
+        **_linear("k_proj", attention.kv_size, hidden, bias),
+        **_linear("v_proj", attention.kv_size, hidden, bias),
+        **_linear("o_proj", hidden, attention.query_size, bias),
+    }
 
 
-def _mlp_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
-    mlp = config.mlp
+def _mlp_specs(config: ModelConfig) -> Specs:
+    mlp, hidden = config.mlp, config.hidden_size
     assert mlp is not None
-    hidden = config.hidden_size
-    return _linear_specs("up_proj", mlp.size, hidden, mlp.bias) | _linear_specs(
-        "down_proj", hidden, mlp.size, mlp.bias
-    )
+    up = _linear("up_proj", mlp.size, hidden, mlp.bias)
+    return up | _linear("down_proj", hidden, mlp.size, mlp.bias)
 
 
-def _moe_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
-    moe = config.moe
+def _moe_specs(config: ModelConfig) -> Specs:
+    moe, kind = config.moe, ParameterKind
     assert moe is not None
-    hidden, experts = config.hidden_size, moe.num_experts
+    hidden, experts, bias = config.hidden_size, moe.num_experts, moe.bias
     width = moe.latent_size or hidden
-    matrix = ParameterKind.MATRIX
     specs = {
-        "router": ParameterSpec((experts, hidden), ParameterKind.ROUTER),
-        "correction": ParameterSpec((experts,), ParameterKind.CORRECTION),
-        "experts_up": ParameterSpec((experts, moe.expert_size, width), matrix),
-        "experts_down": ParameterSpec((experts, width, moe.expert_size), matrix),
+        **_one("router", kind.ROUTER, experts, hidden),
+        **_one("correction", kind.CORRECTION, experts),
+        **_one("experts_up", kind.MATRIX, experts, moe.expert_size, width),
+        **_one("experts_down", kind.MATRIX, experts, width, moe.expert_size),
     }
     if moe.shared_size:
-        specs |= _linear_specs("shared_up", moe.shared_size, hidden, moe.bias)
-        specs |= _linear_specs("shared_down", hidden, moe.shared_size, moe.bias)
+        specs |= _linear("shared_up", moe.shared_size, hidden, bias)
+        specs |= _linear("shared_down", hidden, moe.shared_size, bias)
     if moe.latent_size:
-        specs |= _linear_specs("latent_down", width, hidden, moe.bias)
-        specs |= _linear_specs("latent_up", hidden, width, moe.bias)
+        specs |= _linear("latent_down", width, hidden, bias)
+        specs |= _linear("latent_up", hidden, width, bias)
     return specs
 
 
@@ -281,68 +280,33 @@ def build_parameters(config: ModelConfig, flat: Mapping[str, Tensor]) -> Paramet
         config: The model.
         flat: One tensor for each name of `parameter_specs`.
     """
-    builders = {MAMBA: _mamba, ATTENTION: _attention, MLP: _mlp, MOE: _moe}
-    layers = tuple(
-        builders[letter](flat, f"layers.{index}.")
-        for index, letter in enumerate(config.layer_pattern)
-    )
+    kinds: dict[str, type[LayerParameters]] = {
+        MAMBA: MambaParameters,
+        ATTENTION: AttentionParameters,
+        MLP: MlpParameters,
+        MOE: MoeParameters,
+    }
     return Parameters(
         embedding=flat["embedding"],
-        layers=layers,
+        layers=tuple(
+            _group(kinds[letter], flat, f"layers.{index}.")
+            for index, letter in enumerate(config.layer_pattern)
+        ),
         final_norm=flat["final_norm"],
         head=flat["embedding"] if config.tie_embeddings else flat["head"],
     )
 
 
-def _linear(flat: Mapping[str, Tensor], name: str) -> LinearParameters:
-    return LinearParameters(flat[f"{name}.weight"], flat.get(f"{name}.bias"))
-
-
-def _optional_linear(flat: Mapping[str, Tensor], name: str) -> LinearParameters | None:
-    return _linear(flat, name) if f"{name}.weight" in flat else None
-
-
-def _mamba(flat: Mapping[str, Tensor], prefix: str) -> MambaParameters:
-    return MambaParameters(
-        norm=flat[prefix + "norm"],
-        in_proj=_linear(flat, prefix + "in_proj"),
-        conv_weight=flat[prefix + "conv_weight"],
-        conv_bias=flat.get(prefix + "conv_bias"),
-        A=flat[prefix + "A"],
-        dt_bias=flat[prefix + "dt_bias"],
-        D=flat[prefix + "D"],
-        gated_norm=flat[prefix + "gated_norm"],
-        out_proj=_linear(flat, prefix + "out_proj"),
-    )
-
-
-def _attention(flat: Mapping[str, Tensor], prefix: str) -> AttentionParameters:
-    return AttentionParameters(
-        norm=flat[prefix + "norm"],
-        q_proj=_linear(flat, prefix + "q_proj"),
-        k_proj=_linear(flat, prefix + "k_proj"),
-        v_proj=_linear(flat, prefix + "v_proj"),
-        o_proj=_linear(flat, prefix + "o_proj"),
-    )
-
-
-def _mlp(flat: Mapping[str, Tensor], prefix: str) -> MlpParameters:
-    return MlpParameters(
-        norm=flat[prefix + "norm"],
-        up_proj=_linear(flat, prefix + "up_proj"),
-        down_proj=_linear(flat, prefix + "down_proj"),
-    )
-
-
-def _moe(flat: Mapping[str, Tensor], prefix: str) -> MoeParameters:
-    return MoeParameters(
-        norm=flat[prefix + "norm"],
-        router=flat[prefix + "router"],
-        correction=flat[prefix + "correction"],
-        experts_up=flat[prefix + "experts_up"],
-        experts_down=flat[prefix + "experts_down"],
-        shared_up=_optional_linear(flat, prefix + "shared_up"),
-        shared_down=_optional_linear(flat, prefix + "shared_down"),
-        latent_down=_optional_linear(flat, prefix + "latent_down"),
-        latent_up=_optional_linear(flat, prefix + "latent_up"),
-    )
+def _group(
+    kind: type[LayerParameters], flat: Mapping[str, Tensor], prefix: str
+) -> LayerParameters:
+    """Fill a layer's fields; those that the model does not have are None."""
+    values: dict[str, Any] = {}
+    for entry in fields(kind):
+        name = prefix + entry.name
+        weight = flat.get(f"{name}.weight")
+        linear = weight is not None and LinearParameters(
+            weight, flat.get(f"{name}.bias")
+        )
+        values[entry.name] = linear or flat.get(name)
+    return kind(**values)
