@@ -24,6 +24,8 @@ class StepRecord:
         tokens: Token drawn for each request that was due one.
         logprobs: For each request of the step, log-probabilities after every position
             it computed, ``(tokens, vocab)``; only with ``record_logprobs``.
+        reported: Log-probabilities of each token drawn and of the likeliest ones, by
+            id, for the requests that asked for them.
         registered_blocks: Hashes of blocks that entered the cache.
         stored_states: Hashes of blocks whose state was stored.
         aborted: Requests that were aborted during the step.
@@ -41,6 +43,9 @@ class StepRecord:
     mode: str = "eager"
     tokens: dict[str, int] = field(default_factory=dict[str, int])
     logprobs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    reported: dict[str, dict[int, float]] = field(
+        default_factory=dict[str, dict[int, float]]
+    )
     registered_blocks: list[BlockHash] = field(default_factory=list[BlockHash])
     stored_states: list[BlockHash] = field(default_factory=list[BlockHash])
     aborted: list[str] = field(default_factory=list[str])

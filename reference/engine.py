@@ -363,6 +363,8 @@ class Engine:
             token = record.tokens[row.request_id]
             request.token_ids.append(token)
             request.state = RequestState.DECODE
+            if row.request_id in record.reported:
+                request.logprobs.append(record.reported[row.request_id])
             request.timings.add_token()
             if token in request.eos_token_ids:
                 record.finished.append(self._finish(request, FinishReason.STOP))
@@ -426,7 +428,9 @@ class Engine:
             values = self.components.log_probabilities(logits[index : index + 1])[0]
             best = values.topk(request.sampling.logprobs).indices.tolist()
             chosen = dict.fromkeys([record.tokens[row.request_id], *best])
-            request.logprobs.append({key: values[key].item() for key in chosen})
+            record.reported[row.request_id] = {
+                key: values[key].item() for key in chosen
+            }
             record.host_reads += 1
 
     def _recover(self, error: BaseException, record: StepRecord) -> None:
