@@ -319,7 +319,7 @@ class Engine:
         self._commit(plan, record)
         self._sample(batch, plan, logits, tokens, record)
         self._update(plan, record)
-        self.scheduler.clear_suspicion(plan)
+        self.scheduler.clear_suspicion()
 
     def _prepare(self, plan: StepPlan) -> BatchMetadata:
         requests = {row.request_id: self._find(row) for row in plan.rows}

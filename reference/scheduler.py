@@ -29,7 +29,8 @@ class Scheduler:
         waiting: Requests without memory, in order of arrival.
         running: Requests with blocks and a live slot, in order of admission.
         suspect: The request being planned; who is to blame if planning fails.
-        solo: Requests that must run alone, since a step with them failed.
+        solo: Requests that must run alone, since a step with them failed, each with
+            the position that it reached there.
         step: Steps planned so far.
         admissions: Admissions so far.
     """
@@ -46,7 +47,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.suspect: Request | None = None
-        self.solo: list[Request] = []
+        self.solo: list[tuple[Request, int]] = []
         self.step = 0
         self.admissions = 0
 
@@ -67,8 +68,7 @@ class Scheduler:
             self.cache.release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        if request in self.solo:
-            self.solo.remove(request)
+        self.solo = [pair for pair in self.solo if pair[0] is not request]
         request.state = RequestState.FINISHED
 
     def preempt(self, request: Request) -> None:
@@ -135,13 +135,15 @@ class Scheduler:
         return sent_back
 
     def run_alone(self, plan: StepPlan) -> None:
-        """Run each request of a failed plan in a step of its own, to find the fault."""
-        self.solo = [self.find(row.request_id) for row in plan.rows]
+        """Run each request of a failed plan in steps of its own, to find the fault."""
+        self.solo = [(self.find(row.request_id), row.end) for row in plan.rows]
 
-    def clear_suspicion(self, plan: StepPlan) -> None:
-        """Let the requests of a plan that went well run with others again."""
-        good = {row.request_id for row in plan.rows}
-        self.solo = [r for r in self.solo if r.request_id not in good]
+    def clear_suspicion(self) -> None:
+        """Let requests run with others again that got past where a step had failed.
+
+        One step alone is not enough: it may end before the token at fault.
+        """
+        self.solo = [(r, end) for r, end in self.solo if r.num_computed < end]
 
     def find(self, request_id: str) -> Request:
         """Find an unfinished request.
@@ -168,12 +170,16 @@ class Scheduler:
         """Find a block for the next token; preempts until there is one."""
         self.suspect = request
         while not self.cache.grow(request, plan):
-            victim = self.running[-1]
-            self.preempt(victim)
-            plan.preempted.append(victim.request_id)
-            if victim is request:
+            if self._preempt_last(plan) is request:
                 return False
         return True
+
+    def _preempt_last(self, plan: StepPlan) -> Request:
+        """Preempt the request that was admitted last."""
+        victim = self.running[-1]
+        self.preempt(victim)
+        plan.preempted.append(victim.request_id)
+        return victim
 
     def _plan_continuing(self, plan: StepPlan) -> None:
         """Go on with the prompt that was cut, if one was."""
@@ -197,11 +203,11 @@ class Scheduler:
 
     def _plan_solo(self, plan: StepPlan) -> None:
         """Run one suspicious request alone."""
-        request = self.solo[0]
+        request, _ = self.solo[0]
         self.suspect = request
         if request in self.waiting:
             while not self._admit(request, plan):
-                self.preempt(self.running[-1])
+                self._preempt_last(plan)
         elif request.state is RequestState.PREFILL:
             plan.rows.append(self._prefill_row(request, plan))
         elif self._make_room(request, plan):
