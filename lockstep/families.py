@@ -107,7 +107,7 @@ def read_model_config(fields: Mapping[str, Any]) -> ModelConfig:
         UnsupportedModelError: A family or an option that is not implemented.
         ConfigError: A field that is missing or cannot work.
     """
-    if "quantization_config" in fields:
+    if fields.get("quantization_config") is not None:
         raise UnsupportedModelError(
             "quantization_config is set; quantized checkpoints are not implemented"
         )

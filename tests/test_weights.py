@@ -1,0 +1,222 @@
+"""Reading checkpoints, and drawing weights by rule."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lockstep.config import ModelConfig
+from lockstep.errors import CheckpointError
+from lockstep.families import read_config_files, read_model_config
+from lockstep.parameters import (
+    MambaParameters,
+    MoeParameters,
+    ParameterKind,
+    Parameters,
+    ParameterSpec,
+)
+from lockstep.weights import RandomWeights, draw_parameters, load_parameters
+from tests.checkpoints import MOE, save
+from tests.factories import CPU, model_config
+from tests.tolerances import SIGNIFICANCE, assert_equal
+
+MODEL_FILE = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved mixture-of-experts model."""
+    return save(tmp_path, {**MOE, "moe_latent_size": 16})
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Parameters:
+    """Load a folder's parameters."""
+    config = read_model_config(read_config_files(folder))
+    return load_parameters(folder, config, dtype, CPU)
+
+
+def edit(folder: Path, **changes: Tensor | None) -> None:
+    """Replace, add or, with None, remove stored tensors; ``__`` stands for a dot."""
+    tensors: dict[str, Tensor | None] = dict(load_file(folder / MODEL_FILE))
+    tensors |= {name.replace("__", "."): value for name, value in changes.items()}
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    save_file(kept, folder / MODEL_FILE)
+
+
+def test_values_are_those_stored(folder: Path) -> None:
+    """Plain, transformed and stacked tensors arrive where they belong."""
+    stored = load_file(folder / MODEL_FILE)
+    parameters = load(folder)
+    assert_equal(parameters.embedding, stored["backbone.embeddings.weight"])
+    mamba, moe = parameters.layers[0], parameters.layers[1]
+    assert isinstance(mamba, MambaParameters)
+    assert isinstance(moe, MoeParameters)
+    mixer = "backbone.layers.0.mixer."
+    assert_equal(mamba.A, -stored[mixer + "A_log"].exp())
+    assert_equal(mamba.conv_weight, stored[mixer + "conv1d.weight"][:, 0])
+    for expert, matrix in enumerate(moe.experts_up):
+        name = f"backbone.layers.1.mixer.experts.{expert}.up_proj.weight"
+        assert_equal(matrix, stored[name])
+
+
+def test_dtypes(folder: Path) -> None:
+    """Matrices take the model's dtype; what enters float32 arithmetic does not."""
+    mamba, moe = load(folder, torch.bfloat16).layers[:2]
+    assert isinstance(mamba, MambaParameters)
+    assert isinstance(moe, MoeParameters)
+    assert mamba.in_proj.weight.dtype == moe.experts_up.dtype == torch.bfloat16
+    assert mamba.norm.dtype == torch.bfloat16
+    for values in (mamba.A, mamba.dt_bias, mamba.D, moe.router, moe.correction):
+        assert values.dtype == torch.float32
+
+
+def test_all_faults_are_listed_at_once(folder: Path) -> None:
+    """Missing, unknown and wrongly shaped tensors come in one error."""
+    edit(
+        folder,
+        backbone__norm_f__weight=None,
+        backbone__layers__1__mixer__experts__2__up_proj__weight=None,
+        backbone__layers__0__mixer__D=torch.zeros(3),
+        backbone__layers__0__mixer__conv1d__weight=torch.zeros(4),
+        backbone__surprise=torch.zeros(1),
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert "5 tensors do not fit" in message
+    assert "missing: norm_f.weight" in message
+    assert "missing: layers.1.mixer.experts.2.up_proj.weight" in message
+    assert "wrong shape: layers.0.mixer.D is [3]" in message
+    assert "asks for [8]" in message
+    assert "wrong shape: layers.0.mixer.conv1d.weight is [4]" in message
+    assert "unknown: surprise" in message
+
+
+def test_a_long_list_of_faults_is_cut(folder: Path) -> None:
+    """A checkpoint of another model altogether does not fill the screen."""
+    save_file({f"other.{n}": torch.zeros(1) for n in range(99)}, folder / MODEL_FILE)
+    with pytest.raises(CheckpointError, match=r"and \d+ more$") as caught:
+        load(folder)
+    assert len(str(caught.value).splitlines()) == 22
+
+
+def test_a_separate_head_of_a_tied_model_is_a_fault(tmp_path: Path) -> None:
+    """`transformers` 5.17.0 keeps such a head apart; the config says it is tied."""
+    save(tmp_path, {"tie_word_embeddings": True})
+    with pytest.raises(CheckpointError, match="unknown: lm_head.weight"):
+        load(tmp_path)
+    edit(tmp_path, lm_head__weight=None)
+    parameters = load(tmp_path)
+    assert parameters.head is parameters.embedding
+
+
+def test_damaged_files(folder: Path) -> None:
+    """Cut, overwritten or absent: the error names the file."""
+    path = folder / MODEL_FILE
+    content = path.read_bytes()
+    for bad in (content[:-100], content[:4], b"", b"\xff" * 4096):
+        path.write_bytes(bad)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+            load(folder)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors does not exist"):
+        load(folder)
+
+
+def test_damaged_shards(tmp_path: Path) -> None:
+    """A shard that is absent, and an index that says nothing."""
+    save(tmp_path, {}, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    shard = sorted(set(json.loads(index.read_text())["weight_map"].values()))[1]
+    (tmp_path / shard).unlink()
+    with pytest.raises(CheckpointError, match=f"{shard} does not exist"):
+        load(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        load(tmp_path)
+
+
+def draw(
+    config: ModelConfig, rule: RandomWeights, dtype: torch.dtype = torch.float32
+) -> Parameters:
+    """Draw a model on the CPU."""
+    return draw_parameters(config, rule, dtype, CPU)
+
+
+def test_draws_depend_on_seed_and_name_alone() -> None:
+    """The same tensor in another model, or after others, is the same."""
+    config = model_config()
+    deeper = replace(config, layer_pattern=config.layer_pattern + "M", vocab_size=7)
+    one, two = draw(config, RandomWeights()), draw(deeper, RandomWeights())
+    other = draw(config, RandomWeights(seed=1))
+    for index, layer in enumerate(one.layers):
+        for name in ("in_proj", "q_proj", "up_proj"):
+            if hasattr(layer, name):
+                weight = getattr(layer, name).weight
+                assert_equal(weight, getattr(two.layers[index], name).weight)
+                assert not torch.equal(
+                    weight, getattr(other.layers[index], name).weight
+                )
+    first, third = one.layers[0], one.layers[2]
+    assert isinstance(first, MambaParameters)
+    assert isinstance(third, MambaParameters)
+    assert not torch.equal(first.in_proj.weight, third.in_proj.weight)
+
+
+def test_a_narrow_dtype_only_rounds() -> None:
+    """The same model in another dtype is the same model."""
+    wide = draw(model_config(), RandomWeights())
+    narrow = draw(model_config(), RandomWeights(), torch.bfloat16)
+    assert_equal(narrow.embedding, wide.embedding.bfloat16())
+
+
+def sample(kind: ParameterKind, rule: RandomWeights) -> Tensor:
+    """Draw many values of one kind."""
+    shape = (400, 100) if kind is ParameterKind.MATRIX else (40_000,)
+    return rule.draw("name", ParameterSpec(shape, kind), CPU)
+
+
+def assert_uniform(values: Tensor) -> None:
+    """Hold values to the uniform distribution on [0, 1], by Kolmogorov's statistic."""
+    ordered = values.sort().values
+    expected = (torch.arange(len(values)) + 0.5) / len(values)
+    limit = math.sqrt(-math.log(SIGNIFICANCE / 2) / 2 / len(values))
+    assert (ordered - expected).abs().max() < limit
+
+
+def test_the_rule() -> None:
+    """The distributions that benchmarks use."""
+    rule = RandomWeights()
+    matrix = sample(ParameterKind.MATRIX, rule)
+    assert_uniform(torch.special.ndtr(matrix.flatten() / 0.02))
+    assert_uniform((-sample(ParameterKind.DECAY, rule) - 1) / 15)
+    step = torch.nn.functional.softplus(sample(ParameterKind.TIME_STEP, rule))
+    assert_uniform((step.log() - math.log(0.001)) / math.log(100))
+    for kind, value in (
+        (ParameterKind.NORM, 1.0),
+        (ParameterKind.SKIP, 1.0),
+        (ParameterKind.BIAS, 0.0),
+        (ParameterKind.CORRECTION, 0.0),
+    ):
+        assert (sample(kind, rule) == value).all()
+
+
+def test_the_witness_rule() -> None:
+    """Slow decays, long steps, and nothing without effect."""
+    rule = RandomWeights.witness()
+    decay = -sample(ParameterKind.DECAY, rule)
+    assert_uniform((decay.log() - math.log(0.01)) / math.log(200))
+    step = torch.nn.functional.softplus(sample(ParameterKind.TIME_STEP, rule))
+    assert_uniform((step.log() - math.log(0.1)) / math.log(10))
+    assert_uniform(torch.special.ndtr(sample(ParameterKind.SKIP, rule) / 0.1))
+    matrix = sample(ParameterKind.MATRIX, rule)
+    assert_uniform(torch.special.ndtr(matrix.flatten() * 10))
+    for kind in (ParameterKind.BIAS, ParameterKind.CORRECTION, ParameterKind.NORM):
+        assert sample(kind, rule).std() > 0.05
