@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lockstep.batch import BatchMetadata
 from lockstep.blocks import num_blocks_for
-from lockstep.config import EngineConfig, ModelConfig
+from lockstep.config import EngineConfig, ModelConfig, Sizes
 from lockstep.debug import (
     ContentKey,
     check_zero_slot,
@@ -36,7 +36,7 @@ from lockstep.debug import (
 )
 from lockstep.errors import IntegrityError, PlanError, RequestError
 from lockstep.interfaces import Components
-from lockstep.memory import Caches, Sizes, allocate_caches
+from lockstep.memory import Caches, allocate_caches
 from lockstep.parameters import Parameters
 from lockstep.plan import RowPlan, StepPlan
 from lockstep.policy import departure
@@ -48,8 +48,7 @@ from lockstep.request import (
     RequestState,
     SamplingParams,
 )
-from lockstep.state import EngineState
-from lockstep.trace import StepRecord
+from lockstep.trace import EngineState, StepRecord
 
 from .scheduler import Scheduler
 
@@ -216,6 +215,7 @@ class Engine:
         Raises:
             PlanError: ``plan`` cannot be carried out here.
             IntegrityError: A check asked for by ``EngineConfig.debug`` failed.
+            Exception: What planning failed with, if no request is to blame for it.
         """
         record = StepRecord(step=self.scheduler.step + 1)
         before = self._checksums()
@@ -223,8 +223,7 @@ class Engine:
         try:
             self._run(plan, tokens or {}, record)
         except BaseException as error:
-            self._recover(error, record)
-            if not isinstance(error, Exception) or isinstance(error, PlanError):
+            if not self._recover(error, record):
                 raise
         finally:
             self.is_stepping = False
@@ -433,11 +432,14 @@ class Engine:
             }
             record.host_reads += 1
 
-    def _recover(self, error: BaseException, record: StepRecord) -> None:
+    def _recover(self, error: BaseException, record: StepRecord) -> bool:
         """Undo a failed step; end the request at fault, or find out which it is.
 
-        Where no single request can be blamed, those of the step run alone, one step
-        each; the one that fails again is at fault.
+        Where no single request can be blamed, those of the step run alone; the one that
+        fails again is at fault. What fails once and never again ends nobody.
+
+        Returns:
+            Whether the error is dealt with; if not, the caller must hear of it.
         """
         suspect = self.scheduler.suspect
         self.scheduler.suspect = None
@@ -447,9 +449,8 @@ class Engine:
                 self._finish(request, request.finish_reason)
                 record.finished.append(request.output())
         if isinstance(error, PlanError) or not isinstance(error, Exception):
-            return
-        if suspect is None and len(record.rows) == 1:
-            suspect = self._find(record.rows[0])
+            return False
+        suspect = suspect or self.scheduler.ran_alone(record.plan)
         if suspect is None:
             self.scheduler.run_alone(record.plan)
         elif suspect.finish_reason is None:
@@ -457,6 +458,7 @@ class Engine:
             record.failed[suspect.request_id] = message
             output = self._finish(suspect, FinishReason.ERROR, message)
             record.finished.append(output)
+        return suspect is not None or bool(record.rows)
 
     def _finish_aborted(self, record: StepRecord) -> None:
         for request_id in self._request_ids():

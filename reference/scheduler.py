@@ -13,8 +13,8 @@ from __future__ import annotations
 from bisect import insort
 
 from lockstep.blocks import BlockHash
+from lockstep.config import Sizes
 from lockstep.errors import PlanError
-from lockstep.memory import Sizes
 from lockstep.plan import RowKind, RowPlan, StepPlan
 from lockstep.policy import slice_end
 from lockstep.request import Request, RequestState
@@ -137,6 +137,14 @@ class Scheduler:
     def run_alone(self, plan: StepPlan) -> None:
         """Run each request of a failed plan in steps of its own, to find the fault."""
         self.solo = [(self.find(row.request_id), row.end) for row in plan.rows]
+
+    def ran_alone(self, plan: StepPlan) -> Request | None:
+        """Return the request that a plan ran alone since a step with it had failed."""
+        if not self.solo:
+            return None
+        request, _ = self.solo[0]
+        ids = [row.request_id for row in plan.rows]
+        return request if ids == [request.request_id] else None
 
     def clear_suspicion(self) -> None:
         """Let requests run with others again that got past where a step had failed.
