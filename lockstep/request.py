@@ -51,6 +51,10 @@ class SamplingParams:
             raise RequestError(
                 f"temperature is {self.temperature}; it must be finite and at least 0"
             )
+        for name in ("max_tokens", "seed", "logprobs"):
+            value = getattr(self, name)
+            if type(value) is not int and (value is not None or name == "max_tokens"):
+                raise RequestError(f"{name} is {value!r}; it must be an integer")
         if self.max_tokens < 1:
             raise RequestError(f"max_tokens is {self.max_tokens}; it must be >= 1")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
