@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lockstep.blocks import BlockHash, num_blocks_for
+from lockstep.config import Sizes
 from lockstep.errors import OutOfBlocksError, PlanError
-from lockstep.memory import Sizes
 from lockstep.plan import CacheReport, RowPlan, SkipLimit, SnapshotPlan, StepPlan
 from lockstep.policy import decide_skip, snapshot_points
 from lockstep.request import Request
@@ -92,8 +92,10 @@ class PrefixCache:
             skip: Tokens to skip when a recorded plan is replayed.
 
         Returns:
-            Whether the blocks could be had.
+            Whether the blocks and a live slot could be had.
         """
+        if not self.slots.num_free_live:
+            return False
         match = self.match(request)
         length = len(request.token_ids)
         report = self._report(length, match, skip)

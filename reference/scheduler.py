@@ -309,6 +309,11 @@ class Scheduler:
 
     def _follow(self, recorded: StepPlan, plan: StepPlan) -> None:
         """Replay the decisions of a recorded plan, row by row."""
+        tokens, most = recorded.shape.tokens, self.sizes.max_tokens_per_step
+        if tokens > most:
+            raise PlanError(f"the plan computes {tokens} tokens; a step may {most}")
+        if len({row.request_id for row in recorded.rows}) < len(recorded.rows):
+            raise PlanError("the plan has two rows of one request")
         for request_id in recorded.preempted:
             self.preempt(self._find_running(request_id))
         plan.preempted = list(recorded.preempted)
@@ -319,15 +324,25 @@ class Scheduler:
 
     def _follow_row(self, row: RowPlan, plan: StepPlan) -> None:
         request = self.suspect = self.find(row.request_id)
-        if request in self.waiting:
-            if not self._admit(request, plan, row):
-                raise PlanError(f"no blocks are left to admit {row.request_id!r}")
-            return
-        if row.start != request.num_computed or row.end > len(request.token_ids):
+        length = len(request.token_ids)
+        if not row.start < row.end <= length:
             raise PlanError(
                 f"the plan computes tokens {row.start} to {row.end} of "
-                f"{row.request_id!r}, which stands at {request.num_computed} of "
-                f"{len(request.token_ids)}"
+                f"{row.request_id!r}, which has {length}"
+            )
+        decodes = request.state is RequestState.DECODE
+        if decodes is not (row.kind is RowKind.DECODE):
+            raise PlanError(f"{row.request_id!r} has no {row.kind} row to come")
+        if request in self.waiting:
+            if not self._admit(request, plan, row):
+                raise PlanError(
+                    f"no blocks or slot are left to admit {row.request_id!r}"
+                )
+            return
+        if row.start != request.num_computed:
+            raise PlanError(
+                f"the plan computes tokens {row.start} to {row.end} of "
+                f"{row.request_id!r}, which stands at {request.num_computed}"
             )
         if row.kind is RowKind.PREFILL:
             plan.rows.append(self._prefill_row(request, plan, row.end))
