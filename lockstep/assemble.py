@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from lockstep.config import EngineConfig, ModelConfig
+from lockstep.config import EngineConfig, ModelConfig, Sizes
 from lockstep.errors import ConfigError
 from lockstep.interfaces import Components, component_key, component_keys
-from lockstep.memory import Sizes
 from lockstep.parameters import Parameters
 
 BACKENDS = ("reference", "optimized")

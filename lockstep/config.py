@@ -1,6 +1,6 @@
-"""What a model is (`ModelConfig`) and how an engine runs it (`EngineConfig`).
+"""What a model is, how an engine runs it, and the sizes that follow.
 
-Both are frozen and checked when made; each bad value has its own message. Sizes that
+All are frozen and checked when made; each bad value has its own message. Sizes that
 follow from others are properties and are never written back.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from lockstep.blocks import num_blocks_for
 from lockstep.errors import ConfigError
 
 #: Letters of a layer pattern.
@@ -360,6 +361,60 @@ class EngineConfig:
             raise ConfigError(f"debug is a tuple of checks, such as ({self.debug!r},)")
         for check in self.debug:
             _check_choice("debug", check, _DEBUG_CHECKS)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Every size of an engine, settled.
+
+    State slots are numbered: live slots from 0, snapshots, the zero slot from which
+    fresh requests start, the dummy slot that padding writes. Blocks are numbered from
+    0; the dummy block is last. Zero slot, dummy slot and dummy block are never owned.
+
+    Attributes:
+        bytes_per_block: K/V of one block, all attention layers.
+        bytes_per_slot: Conv windows and SSM states of one slot, all Mamba layers.
+    """
+
+    max_requests: int
+    max_tokens_per_step: int
+    max_length: int
+    block_size: int
+    scan_chunk_size: int
+    num_blocks: int
+    snapshot_slots: int
+    bytes_per_block: int
+    bytes_per_slot: int
+
+    @property
+    def dummy_block(self) -> int:
+        """Block that takes writes nobody may read."""
+        return self.num_blocks
+
+    @property
+    def first_snapshot_slot(self) -> int:
+        """Snapshots come right after the live slots."""
+        return self.max_requests
+
+    @property
+    def zero_slot(self) -> int:
+        """Slot that always holds the state before the first token."""
+        return self.max_requests + self.snapshot_slots
+
+    @property
+    def dummy_slot(self) -> int:
+        """Slot that takes states nobody may read."""
+        return self.zero_slot + 1
+
+    @property
+    def num_slots(self) -> int:
+        """All state slots of the pool."""
+        return self.dummy_slot + 1
+
+    @property
+    def table_blocks(self) -> int:
+        """Longest block table."""
+        return num_blocks_for(self.max_length, self.block_size)
 
 
 def engine_options(config: EngineConfig, options: Mapping[str, Any]) -> EngineConfig:

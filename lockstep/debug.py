@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lockstep.blocks import BlockHash
+from lockstep.config import Sizes
 from lockstep.errors import IntegrityError
-from lockstep.memory import Caches, Sizes
+from lockstep.memory import Caches
 
 #: What a block or slot is, its id, and the prefix that its content stands for.
 ContentKey = tuple[str, int, BlockHash]

@@ -17,7 +17,7 @@ from lockstep.assemble import build_engine
 from lockstep.config import EngineConfig, ModelConfig
 from lockstep.errors import CheckpointError, ConfigError, RequestError
 from lockstep.families import read_config_files, read_model_config
-from lockstep.memory import plan_memory, torch_dtype, warnings_for
+from lockstep.memory import describe, plan_memory, torch_dtype, warnings_for
 from lockstep.parameters import Parameters, parameter_specs
 from lockstep.request import RequestOutput, SamplingParams
 from lockstep.tokenizer import Tokenizer
@@ -235,7 +235,7 @@ class LLM:
             where = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
             total = num_parameters(model) / 1e6
             head = f"{model.family} {model.layer_pattern}, {total:,.1f}M parameters"
-            print(f"{head}, {where}\n{self.sizes.describe()}", file=sys.stderr)
+            print(f"{head}, {where}\n{describe(self.sizes)}", file=sys.stderr)
         for message in warnings_for(model, engine_config, self.sizes):
             warnings.warn(message, stacklevel=3)
 

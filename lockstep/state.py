@@ -1,6 +1,6 @@
-"""An engine's whole state in plain form, so that one engine can take over another's.
+"""The bookkeeping of both pools in plain form, the same for both sides.
 
-Both sides export and import the same form, whatever they keep inside.
+Whatever a side keeps inside, it exports and imports this.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lockstep.blocks import BlockHash
-from lockstep.memory import Caches
-from lockstep.request import Request
 
 
 @dataclass
@@ -50,28 +48,3 @@ class StateSlotsState:
     stored: dict[BlockHash, int] = field(default_factory=dict[BlockHash, int])
     last_use: dict[int, int] = field(default_factory=dict[int, int])
     clock: int = 0
-
-
-@dataclass
-class EngineState:
-    """Everything an engine knows between two steps.
-
-    Attributes:
-        step: Steps taken.
-        arrivals: Requests that ever arrived.
-        admissions: Admissions so far.
-        waiting: The queue, in order of arrival.
-        running: Requests with blocks and a live slot, in order of admission.
-        blocks: Bookkeeping of the K/V blocks.
-        slots: Bookkeeping of the state slots.
-        caches: Copies of both pools.
-    """
-
-    step: int
-    arrivals: int
-    admissions: int
-    waiting: list[Request]
-    running: list[Request]
-    blocks: BlockPoolState
-    slots: StateSlotsState
-    caches: Caches

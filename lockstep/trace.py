@@ -1,4 +1,4 @@
-"""What a step did, for tests, figures, counters and replays."""
+"""What a step did and what an engine knows: for tests, figures, replays, take-overs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lockstep.blocks import BlockHash
+from lockstep.memory import Caches
 from lockstep.plan import BatchShape, RowPlan, StepPlan
-from lockstep.request import RequestOutput
+from lockstep.request import Request, RequestOutput
+from lockstep.state import BlockPoolState, StateSlotsState
 
 
 @dataclass
@@ -59,3 +61,28 @@ class StepRecord:
     def rows(self) -> list[RowPlan]:
         """The rows of the plan."""
         return self.plan.rows
+
+
+@dataclass
+class EngineState:
+    """Everything an engine knows between two steps.
+
+    Attributes:
+        step: Steps taken.
+        arrivals: Requests that ever arrived.
+        admissions: Admissions so far.
+        waiting: The queue, in order of arrival.
+        running: Requests with blocks and a live slot, in order of admission.
+        blocks: Bookkeeping of the K/V blocks.
+        slots: Bookkeeping of the state slots.
+        caches: Copies of both pools.
+    """
+
+    step: int
+    arrivals: int
+    admissions: int
+    waiting: list[Request]
+    running: list[Request]
+    blocks: BlockPoolState
+    slots: StateSlotsState
+    caches: Caches

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.batch import BatchMetadata
-from lockstep.memory import Sizes
+from lockstep.config import Sizes
 from lockstep.plan import RowPlan, StepPlan
 from lockstep.request import Request
 

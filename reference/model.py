@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lockstep.batch import BatchMetadata, ScanTokens
-from lockstep.config import Activation, MambaConfig, ModelConfig
+from lockstep.config import Activation, MambaConfig, ModelConfig, Sizes
 from lockstep.interfaces import Components
-from lockstep.memory import Caches, Sizes
+from lockstep.memory import Caches
 from lockstep.parameters import (
     AttentionParameters,
     LinearParameters,
