@@ -1,5 +1,6 @@
 """Score held-out text: bits per byte, and how evenly the experts are used."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -36,9 +37,7 @@ class HeldOut:
 
 
 @torch.no_grad()
-def bits_per_byte(
-    model: NemotronHForCausalLM, held_out: HeldOut, batch: int = 16
-) -> float:
+def bits_per_byte(model: NemotronHForCausalLM, held_out: HeldOut) -> float:
     """Return the bits that the model needs for each byte of the held-out text.
 
     Every token counts as something to predict, also the marks of speakers and ends;
@@ -47,6 +46,7 @@ def bits_per_byte(
     was_training = model.training
     model.eval()
     nats = 0.0
+    batch = 16 if model.device.type == "cuda" else 4
     for at in range(0, len(held_out.pieces), batch):
         nats += _nats(model, held_out.pieces[at : at + batch])
     model.train(was_training)
@@ -90,7 +90,7 @@ class ExpertLoad:
             for name, count in self.counts.items()
         }
 
-    def _hook(self, name: str):
+    def _hook(self, name: str) -> Callable[..., None]:
         def count(
             module: torch.nn.Module, args: tuple, output: tuple[torch.Tensor, ...]
         ) -> None:

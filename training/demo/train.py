@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,14 +42,21 @@ class Recipe:
     epochs: float
     batch: int
     window: int
-    peak_rate: float
-    weight_decay: float
     dropout: float
-    seed: int
+    steps_between_scores: int
+    seed: int = 0
+    peak_rate: float = 2e-3
+    weight_decay: float = 0.1
     warmup: int = 200
     final_rate: float = 0.02
     balance_rate: float = 1e-3
-    steps_between_scores: int = 250
+
+
+# What each kind of device trains unless told otherwise.
+RECIPES = {
+    "cuda": Recipe("demo", 24, 16, 1024, 0.3, steps_between_scores=250),
+    "cpu": Recipe("small", 5, 8, 256, 0.1, steps_between_scores=1000),
+}
 
 
 def epoch_windows(ids: torch.Tensor, recipe: Recipe) -> Iterator[torch.Tensor]:
@@ -252,27 +259,16 @@ def main(
     data: Annotated[Path, typer.Argument(help="Folder that prepare.py wrote.")],
     out: Annotated[Path, typer.Argument(help="Folder for the trained model.")],
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    size: Annotated[str, typer.Option(help="demo or small.")] = "",
-    epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 30,
-    batch: Annotated[int, typer.Option(help="Windows in a step.")] = 16,
-    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
-    peak_rate: Annotated[float, typer.Option(help="Learning rate.")] = 2e-3,
-    weight_decay: Annotated[float, typer.Option(help="On matrices.")] = 0.1,
-    dropout: Annotated[float, typer.Option(help="Dropped part.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Seed.")] = 0,
-    minutes: Annotated[float, typer.Option(help="Time to stay within.")] = 60,
+    size: Annotated[str | None, typer.Option(help="demo or small.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the text.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Part to drop.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed.")] = None,
+    minutes: Annotated[float, typer.Option(help="Time to stay within.")] = 70,
 ) -> None:
     """Train a model and save its best weights, rounded to bfloat16."""
-    recipe = Recipe(
-        size=size or ("demo" if device == "cuda" else "small"),
-        epochs=epochs,
-        batch=batch,
-        window=window,
-        peak_rate=peak_rate,
-        weight_decay=weight_decay,
-        dropout=dropout,
-        seed=seed,
-    )
+    given = {"size": size, "epochs": epochs, "dropout": dropout, "seed": seed}
+    changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    recipe = replace(RECIPES[device], **changes)
     replace_scan()
     torch.set_float32_matmul_precision("high")
     out.mkdir(parents=True, exist_ok=True)
