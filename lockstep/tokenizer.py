@@ -91,10 +91,15 @@ class Tokenizer:
             raise RequestError(f"these messages cannot be used: {error}") from error
         return self.encode(text, add_special_tokens=False)
 
-    def is_byte(self, token_id: int) -> bool:
-        """Tell whether a token stands for one byte of a character."""
-        token = self.backend.convert_ids_to_tokens(token_id)
-        return bool(_BYTE_TOKEN.fullmatch(token or ""))
+    def is_open(self, token_id: int) -> bool:
+        """Tell whether the next token may change what this one stands for.
+
+        So may it where a token is one byte of a character; special tokens leave no
+        trace between two such.
+        """
+        token = self.backend.convert_ids_to_tokens(token_id) or ""
+        is_byte = _BYTE_TOKEN.fullmatch(token) is not None
+        return is_byte or token_id in self.backend.all_special_ids
 
 
 class IncrementalDecoder:
@@ -133,7 +138,7 @@ class IncrementalDecoder:
     def _settled(self, text: str) -> str:
         """Cut off what later tokens could change."""
         count = len(self._tokens)
-        while count and self._tokenizer.is_byte(self._tokens[count - 1]):
+        while count and self._tokenizer.is_open(self._tokens[count - 1]):
             count -= 1
         if count < len(self._tokens):
             text = self._tokenizer.decode(self._tokens[:count])

@@ -1,0 +1,234 @@
+"""The front door: prompts in every form, faults, options, interruption."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import LLM, EngineConfig, RandomWeights, SamplingParams
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, RequestError
+from tests.checkpoints import BASE, MOE, save
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+FIELDS: dict[str, Any] = {"model_type": "nemotron_h", **BASE, **MOE}
+SMALL = EngineConfig(max_requests=4, max_tokens_per_step=64, num_blocks=64)
+
+
+@cache
+def demo() -> LLM:
+    """The packaged model; tests leave nothing in flight."""
+    return LLM("demo", device="cpu", config=SMALL, verbose=False)
+
+
+def random_model(seed: int = 0, **options: Any) -> LLM:
+    """A model of random weights, without a folder."""
+    settings: dict[str, Any] = {"device": "cpu", "engine_config": SMALL}
+    settings |= {"verbose": False, **options}
+    return LLM.from_config(FIELDS, weights=RandomWeights.witness(seed), **settings)
+
+
+def test_one_prompt_of_text() -> None:
+    """Text in, text out; the ids are the tokenizer's."""
+    llm = demo()
+    (output,) = llm.generate("The rest is silence.", GREEDY)
+    assert output.prompt_token_ids == llm.tokenizer.encode("The rest is silence.")
+    assert len(output.token_ids) == GREEDY.max_tokens
+    assert output.text == llm.tokenizer.decode(output.token_ids)
+
+
+def test_prompts_in_every_form() -> None:
+    """Text and ids, one or several, in order; company changes nothing."""
+    llm = demo()
+    ids = llm.tokenizer.encode("Words, words, words.")
+    (alone,) = llm.generate(ids, GREEDY)
+    together = llm.generate(["To be", ids, "Words, words, words."], GREEDY)
+    assert [len(output.prompt_token_ids) for output in together[1:]] == [len(ids)] * 2
+    assert alone.token_ids == together[1].token_ids == together[2].token_ids
+    assert llm.generate([], GREEDY) == []
+
+
+def test_sampling_parameters_for_each() -> None:
+    """One set for all prompts, one for each, or the defaults."""
+    llm = demo()
+    lengths = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 5)]
+    outputs = llm.generate(["To be", "or not to be"], lengths)
+    assert [len(output.token_ids) for output in outputs] == [1, 5]
+    (output,) = llm.generate("To be")
+    assert 1 <= len(output.token_ids) <= SamplingParams().max_tokens
+    with pytest.raises(RequestError, match="2 prompts came with 1 sampling"):
+        llm.generate(["To be", "or not to be"], [GREEDY])
+
+
+def test_every_fault_is_listed_before_anything_starts() -> None:
+    """All prompts are checked first; one error names each that is refused."""
+    llm = demo()
+    prompts: Any = ["fine", [], [2048], 7, [1] * 5000]
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompts, GREEDY)
+    lines = str(caught.value).splitlines()
+    refused = [line.split(":")[0] for line in lines]
+    assert refused == ["prompt 1", "prompt 2", "prompt 3", "prompt 4"]
+    assert "empty" in lines[0]
+    assert "2048" in lines[1]
+    assert "not int" in lines[2]
+    assert "max_length is 4096" in lines[3]
+    assert not llm.engine.has_work
+
+
+def test_an_interruption_aborts_what_was_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C leaves an engine with nothing in flight and every block free."""
+    llm = random_model()
+    step = llm.engine.step
+    count = 0
+
+    def interrupted() -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3], [4, 5]], GREEDY)
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
+    monkeypatch.undo()
+    assert len(llm.generate([1, 2, 3], GREEDY)[0].token_ids) == GREEDY.max_tokens
+
+
+def test_a_model_without_tokenizer_serves_ids_alone(tmp_path: Path) -> None:
+    """Text in or out is one clear error."""
+    llm = LLM(save(tmp_path, {}), device="cpu", config=SMALL, verbose=False)
+    (output,) = llm.generate([1, 2, 3], GREEDY)
+    assert len(output.token_ids) == GREEDY.max_tokens
+    assert output.text == ""
+    with pytest.raises(RequestError, match="no tokenizer"):
+        llm.generate("To be", GREEDY)
+    with pytest.raises(RequestError, match="no tokenizer"):
+        llm.tokenizer.decode(output.token_ids)
+
+
+def test_random_weights() -> None:
+    """The seed decides the weights; a config may be fields or a `ModelConfig`."""
+    prompt = [5, 6, 7]
+    first = random_model()
+    (expected,) = first.generate(prompt, GREEDY)
+    (again,) = random_model().generate(prompt, GREEDY)
+    (other,) = random_model(seed=1).generate(prompt, GREEDY)
+    assert expected.token_ids == again.token_ids
+    assert expected.token_ids != other.token_ids
+    same = LLM(
+        first.model_config,
+        weights=RandomWeights.witness(),
+        device="cpu",
+        config=SMALL,
+        verbose=False,
+    )
+    assert same.generate(prompt, GREEDY)[0].token_ids == expected.token_ids
+
+
+def test_a_component_can_be_replaced() -> None:
+    """One engine alone gets the replacement."""
+    calls: list[int] = []
+
+    def activate(features: torch.Tensor, activation: str) -> torch.Tensor:
+        calls.append(len(features))
+        return torch.relu(features) ** 2
+
+    llm = random_model(components={"mlp.activate": activate})
+    (output,) = llm.generate([5, 6, 7], GREEDY)
+    assert calls
+    calls.clear()
+    assert random_model().generate([5, 6, 7], GREEDY)[0].token_ids == output.token_ids
+    assert not calls
+
+
+def test_dtypes() -> None:
+    """Float32 on a CPU unless asked for otherwise; the plan follows."""
+    assert demo().dtype == torch.float32
+    assert demo().model_config.dtype == "bfloat16"
+    narrow = random_model(dtype="bfloat16")
+    assert narrow.sizes.bytes_per_block * 2 == random_model().sizes.bytes_per_block
+    assert len(narrow.generate([1, 2], GREEDY)[0].token_ids) == GREEDY.max_tokens
+
+
+def no_folder() -> LLM:
+    """Name a folder that is not there."""
+    return LLM("no/such/folder", verbose=False)
+
+
+def weights_for_a_folder() -> LLM:
+    """Ask for random weights and a checkpoint at once."""
+    return LLM("demo", weights=RandomWeights(), device="cpu", verbose=False)
+
+
+BAD_OPTIONS = {
+    "folder": (no_folder, CheckpointError, "'no/such/folder' is not a folder"),
+    "weights": (weights_for_a_folder, ConfigError, "go with a config"),
+    "device": (lambda: random_model(device="tpu9"), ConfigError, "device is 'tpu9'"),
+    "dtype": (lambda: random_model(dtype="int8"), ConfigError, "dtype is 'int8'"),
+    "backend": (lambda: random_model(backend="fast"), ConfigError, "backend is 'fast'"),
+    "component": (
+        lambda: random_model(components={"scan.fast": print}),
+        ConfigError,
+        "unknown components",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_options(name: str) -> None:
+    """Each has an error of its own."""
+    build, error, message = BAD_OPTIONS[name]
+    assert issubclass(error, LockstepError)
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that torch cannot use is refused before anything is loaded."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch finds no GPU"):
+        random_model(device="cuda")
+
+
+def test_the_memory_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr, so that what a program prints stays its own; not where unwanted."""
+    random_model(verbose=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "nemotron_h MEM*EM-E" in err
+    assert "64 x 16 tokens" in err
+    assert "float32 on cpu" in err
+    random_model()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_feature_that_can_do_nothing_warns() -> None:
+    """Without snapshots a hybrid model skips nothing, and somebody is told."""
+    with pytest.warns(UserWarning, match="no snapshot slots"):
+        random_model(engine_config=EngineConfig(snapshot_slots=0, num_blocks=8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        random_model()
+
+
+def test_progress_is_shown_to_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bars go to a terminal; outputs are the same."""
+    plain = random_model().generate([[1, 2], [3]], GREEDY)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    shown = random_model(verbose=True).generate([[1, 2], [3]], GREEDY)
+    assert [o.token_ids for o in shown] == [o.token_ids for o in plain]
+    assert "generating" in capsys.readouterr().err
