@@ -1,0 +1,74 @@
+"""Settings of every test: one thread, checked shapes, poisoned memory, profiles."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+# Before torch is imported, which reads it once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).resolve().parents[1]
+SIDES = ("reference", "optimized")
+
+# Every call of a side has its shapes and dtypes checked; without beartype, none has.
+if importlib.util.find_spec("beartype"):
+    install_import_hook([f"lockstep.{side}" for side in SIDES], "beartype.beartype")
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    pass
+else:
+    settings.register_profile(
+        "ci",
+        max_examples=20,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.register_profile(
+        "fuzz",
+        max_examples=2000,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give ``side`` to tests of mirrored modules: each side that has the module.
+
+    The module is named by the test file (``test_scan.py``) or by its ``MODULE``.
+    """
+    if "side" in metafunc.fixturenames:
+        stem = metafunc.definition.path.stem.removeprefix("test_")
+        name = getattr(metafunc.module, "MODULE", stem)
+        sides = [side for side in SIDES if (ROOT / side / f"{name}.py").exists()]
+        metafunc.parametrize("side", sides)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill memory that nobody wrote with NaN, so that reading it shows."""
+
+    def poison(make: object) -> object:
+        def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+            tensor = make(*args, **kwargs)  # type: ignore[operator]
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+        return poisoned
+
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))

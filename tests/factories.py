@@ -1,0 +1,322 @@
+"""Small models, parameters, pools and batches, built directly and at random."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from lockstep.batch import BatchMetadata, ScanTokens
+from lockstep.config import (
+    AttentionConfig,
+    EngineConfig,
+    MambaConfig,
+    MlpConfig,
+    ModelConfig,
+    MoeConfig,
+    Sizes,
+)
+from lockstep.memory import Caches, allocate_caches, plan_memory, torch_dtype
+from lockstep.parameters import (
+    ParameterKind,
+    Parameters,
+    build_parameters,
+    parameter_specs,
+)
+from lockstep.plan import BatchShape
+
+CPU = torch.device("cpu")
+
+#: Sizes are odd on purpose: rows of these widths begin at every possible alignment.
+MAMBA = MambaConfig(
+    num_heads=4, head_dim=5, state_size=7, num_groups=2, scan_chunk_size=16
+)
+ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6)
+MLP = MlpConfig(size=21)
+MOE = MoeConfig(num_experts=6, top_k=2, expert_size=10, shared_size=11)
+LATENT_MOE = MoeConfig(
+    num_experts=8,
+    top_k=2,
+    expert_size=10,
+    num_groups=4,
+    top_k_groups=2,
+    scaling=2.5,
+    latent_size=9,
+    shared_size=11,
+)
+_BASE = ModelConfig(
+    family="tiny",
+    layer_pattern="M*-E",
+    vocab_size=61,
+    hidden_size=19,
+    max_positions=256,
+    mamba=MAMBA,
+    attention=ATTENTION,
+    mlp=MLP,
+    moe=MOE,
+)
+_MODELS = {
+    "hybrid": replace(_BASE, layer_pattern="M*M-EM*E"),
+    "mamba": replace(_BASE, layer_pattern="MM"),
+    "attention": replace(_BASE, layer_pattern="*-*"),
+    "mlp": replace(_BASE, layer_pattern="-"),
+    "latent": replace(_BASE, layer_pattern="ME*E", moe=LATENT_MOE),
+    "tied": replace(_BASE, layer_pattern="M-", tie_embeddings=True),
+    "biased": replace(
+        _BASE,
+        mamba=replace(MAMBA, conv_bias=False, proj_bias=True),
+        attention=replace(ATTENTION, bias=True, scale=0.3),
+        mlp=replace(MLP, bias=True, activation="gelu"),
+        moe=replace(MOE, bias=True, activation="silu", shared_size=0),
+    ),
+    "bf16": replace(_BASE, layer_pattern="M*M-E", dtype="bfloat16"),
+    "float64": replace(_BASE, layer_pattern="M*M-E", dtype="float64"),
+}
+MODEL_NAMES = tuple(_MODELS)
+
+
+def model_config(name: str = "hybrid") -> ModelConfig:
+    """Return a tiny model by name."""
+    return _MODELS[name]
+
+
+def generator(seed: int) -> torch.Generator:
+    """Return a random generator of its own."""
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw normal numbers, the same in every dtype up to rounding."""
+    return torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(dtype)
+
+
+def random_parameters(
+    config: ModelConfig, seed: int = 0, dtype: torch.dtype | None = None
+) -> Parameters:
+    """Draw parameters at a scale that keeps activations near one."""
+    dtype = dtype or torch_dtype(config.dtype)
+    source = generator(seed)
+    flat: dict[str, Tensor] = {}
+    for name, spec in parameter_specs(config).items():
+        values = torch.randn(spec.shape, generator=source, dtype=torch.float64)
+        flat[name] = _scaled(values, spec.kind).to(spec.dtype(dtype))
+    return build_parameters(config, flat)
+
+
+def _scaled(values: Tensor, kind: ParameterKind) -> Tensor:
+    if kind in (ParameterKind.MATRIX, ParameterKind.ROUTER):
+        return values / math.sqrt(values.shape[-1])
+    if kind is ParameterKind.DECAY:
+        return -torch.exp(values)
+    if kind in (ParameterKind.NORM, ParameterKind.SKIP):
+        return 1 + values / 4
+    return values / 4
+
+
+def plan_sizes(config: ModelConfig, engine: EngineConfig | None = None) -> Sizes:
+    """Settle the sizes of a small engine."""
+    return plan_memory(
+        config, engine or ENGINE, CPU, torch_dtype(config.dtype), weight_bytes=0
+    )
+
+
+#: A small engine: four live slots, six snapshots, 24 blocks of 16.
+ENGINE = EngineConfig(
+    max_requests=4,
+    max_tokens_per_step=256,
+    block_size=16,
+    scan_chunk_size=16,
+    num_blocks=24,
+    snapshot_slots=6,
+)
+
+
+def fresh_caches(
+    config: ModelConfig, engine: EngineConfig | None = None, poison: bool = True
+) -> Caches:
+    """Allocate pools; all but the zero slot holds NaN where nothing was written."""
+    sizes = plan_sizes(config, engine)
+    dtype = torch_dtype(config.dtype)
+    caches = allocate_caches(config, engine or ENGINE, sizes, dtype, CPU)
+    if poison:
+        for pool in caches.tensors():
+            pool.fill_(torch.nan)
+        caches.conv[:, sizes.zero_slot] = 0
+        caches.ssm[:, sizes.zero_slot] = 0
+    return caches
+
+
+@dataclass
+class Row:
+    """One row of a batch, with absolute positions.
+
+    Attributes:
+        start: Position of the first token.
+        tokens: The tokens computed.
+        slot: Live slot.
+        initial_slot: Slot that the row starts from; its own when None.
+        blocks: Block ids of positions 0 onwards.
+        snapshots: Positions whose state is stored, with slots. A decode row stores at
+            most one, after its token.
+    """
+
+    start: int
+    tokens: list[int]
+    slot: int
+    initial_slot: int | None = None
+    blocks: list[int] = field(default_factory=list[int])
+    snapshots: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+        return self.start + len(self.tokens)
+
+
+def make_batch(
+    sizes: Sizes,
+    decodes: list[Row] | None = None,
+    prefills: list[Row] | None = None,
+) -> BatchMetadata:
+    """Build the arrays of a batch from its rows; logits are wanted of every token."""
+    decodes, prefills = decodes or [], prefills or []
+    rows = decodes + prefills
+    tokens = [token for row in rows for token in row.tokens]
+    positions = [p for row in rows for p in range(row.start, row.end)]
+    starts = _cumulate([len(row.tokens) for row in prefills])
+    snapshots = [
+        (index, starts[index] + position - row.start, slot)
+        for index, row in enumerate(prefills)
+        for position, slot in row.snapshots
+    ]
+    shape = BatchShape(len(tokens), len(prefills), len(decodes))
+    everything = _ints(range(len(tokens)))
+    return BatchMetadata(
+        shape=shape,
+        padded_shape=shape,
+        num_snapshots=len(snapshots),
+        token_ids=_ints(tokens),
+        positions=_ints(positions),
+        token_mask=torch.ones(len(tokens), dtype=torch.bool),
+        kv_index=_ints(i for row in rows for i in _kv_index(row, sizes)),
+        block_tables=_block_tables(rows, sizes),
+        context_lens=_ints(row.end for row in rows),
+        decode_slot_ids=_ints(row.slot for row in decodes),
+        decode_snapshot_slot_ids=_ints(
+            row.snapshots[0][1] if row.snapshots else sizes.dummy_slot
+            for row in decodes
+        ),
+        cu_prefill_lens=_ints(starts),
+        prefill_starts=_ints(row.start for row in prefills),
+        prefill_slot_ids=_ints(row.slot for row in prefills),
+        initial_slot_ids=_ints(
+            row.slot if row.initial_slot is None else row.initial_slot
+            for row in prefills
+        ),
+        snapshot_rows=_ints(row for row, _, _ in snapshots),
+        snapshot_ends=_ints(end for _, end, _ in snapshots),
+        snapshot_slot_ids=_ints(slot for _, _, slot in snapshots),
+        **_scan_chunks(prefills, starts, snapshots, sizes.scan_chunk_size),
+        logit_index=everything,
+        sample_index=everything,
+        temperatures=torch.zeros(len(tokens)),
+        seeds=torch.zeros_like(everything),
+        sample_positions=_ints(p + 1 for p in positions),
+    )
+
+
+def _scan_chunks(
+    prefills: list[Row],
+    starts: list[int],
+    snapshots: list[tuple[int, int, int]],
+    scan_chunk: int,
+) -> dict[str, Tensor]:
+    """Cut prefill rows at absolute multiples of the scan chunk and at their ends."""
+    ends: list[int] = []
+    chunk_rows: list[int] = []
+    for index, row in enumerate(prefills):
+        first = row.start // scan_chunk * scan_chunk + scan_chunk
+        cuts = [*range(first, row.end, scan_chunk), row.end]
+        ends += [starts[index] + cut - row.start for cut in cuts]
+        chunk_rows += [index] * len(cuts)
+    last = [
+        len(chunk_rows) - 1 - chunk_rows[::-1].index(r)
+        for r in range(len(starts))
+        if r in chunk_rows
+    ]
+    return {
+        "cu_scan_chunks": _ints([0, *ends]),
+        "scan_chunk_rows": _ints(chunk_rows),
+        "last_scan_chunks": _ints(last),
+        "snapshot_scan_chunks": _ints(
+            ends.index(end) if end in ends else -1 for _, end, _ in snapshots
+        ),
+    }
+
+
+def _kv_index(row: Row, sizes: Sizes) -> list[int]:
+    if not row.blocks:
+        return [sizes.dummy_block * sizes.block_size] * len(row.tokens)
+    where = (divmod(p, sizes.block_size) for p in range(row.start, row.end))
+    return [row.blocks[block] * sizes.block_size + offset for block, offset in where]
+
+
+def _block_tables(rows: list[Row], sizes: Sizes) -> Tensor:
+    tables = torch.full(
+        (len(rows), sizes.table_blocks), sizes.dummy_block, dtype=torch.int64
+    )
+    for table, row in zip(tables, rows, strict=True):
+        table[: len(row.blocks)] = _ints(row.blocks)
+    return tables
+
+
+def _cumulate(lens: list[int]) -> list[int]:
+    return [sum(lens[:index]) for index in range(len(lens) + 1)]
+
+
+def _ints(values: object) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)  # type: ignore[call-overload]
+
+
+def load(side: str, module: str) -> ModuleType:
+    """Import a side's module."""
+    return importlib.import_module(f"lockstep.{side}.{module}")
+
+
+def at_alignment(values: Tensor, offset: int) -> Tensor:
+    """Copy a tensor to memory that begins ``offset`` values past an aligned address."""
+    memory = torch.zeros(values.numel() + offset, dtype=values.dtype)
+    memory[offset:] = values.flatten()
+    return memory[offset:].view(values.shape)
+
+
+def scan_tokens(
+    config: MambaConfig, count: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> ScanTokens:
+    """Draw tokens for a scan."""
+    groups = (count, config.num_groups, config.state_size)
+    return ScanTokens(
+        x=randn(count, config.num_heads, config.head_dim, seed=seed, dtype=dtype),
+        dt=randn(count, config.num_heads, seed=seed + 1, dtype=dtype),
+        B=randn(*groups, seed=seed + 2, dtype=dtype),
+        C=randn(*groups, seed=seed + 3, dtype=dtype),
+    )
+
+
+def take(tokens: ScanTokens, start: int, end: int) -> ScanTokens:
+    """Take a range of tokens."""
+    return ScanTokens(*(part[start:end] for part in tokens))
+
+
+def join(pieces: list[ScanTokens]) -> ScanTokens:
+    """Put tokens one after another."""
+    return ScanTokens(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
+
+
+def dummies(count: int) -> list[int]:
+    """Token ids for tests in which they do not matter."""
+    return [0] * count

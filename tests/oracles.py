@@ -1,0 +1,167 @@
+"""What is right, computed another way: closed forms and brute force in float64.
+
+Nothing here shares code with either side. Third-party implementations are used by the
+tests themselves, straight from `transformers`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lockstep.config import MoeConfig
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm over the last dimension, in float64."""
+    wide = hidden.double()
+    mean_square = (wide**2).sum(-1, keepdim=True) / wide.shape[-1]
+    return wide / (mean_square + eps).sqrt() * weight.double()
+
+
+def gated_group_rms_norm(
+    hidden: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int
+) -> Tensor:
+    """Gate, then norm group by group, in float64."""
+    gated = hidden.double() * gate.double() / (1 + torch.exp(-gate.double()))
+    parts = zip(gated.chunk(num_groups, 1), weight.chunk(num_groups), strict=True)
+    return torch.cat([rms_norm(part, w, eps) for part, w in parts], dim=1)
+
+
+def convolve(
+    window: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Convolve (tokens, channels) after a window (channels, width - 1), in float64."""
+    history = torch.cat((window.double(), inputs.double().T), dim=1)[None]
+    wide_bias = None if bias is None else bias.double()
+    out = functional.conv1d(
+        history, weight.double()[:, None], wide_bias, groups=len(weight)
+    )
+    return functional.silu(out[0].T)
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    A: Tensor,
+    dt_bias: Tensor,
+    D: Tensor,
+    limit: tuple[float, float],
+    initial: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return y and the last state by the matrix form: no recurrence, all in float64.
+
+    ``y = (L * (C B^T)) (dt x) + exp(cumsum(dt A)) C h0 + D x``, with L the lower
+    triangle of ``exp(sum of dt A between two tokens)``.
+
+    Source: Dao & Gu 2024, "Transformers are SSDs", arXiv 2405.21060, eq. 16.
+    """
+    x, dt, B, C = x.double(), dt.double(), B.double(), C.double()
+    heads, tokens = x.shape[1], len(x)
+    group = torch.arange(heads) // (heads // B.shape[1])
+    B, C = B[:, group], C[:, group]  # (tokens, heads, state)
+    dt = torch.log1p(torch.exp(dt + dt_bias.double())).clamp(*limit)
+    total = torch.cumsum(dt * A.double(), 0)  # (tokens, heads)
+    between = total[:, None] - total[None]  # (to, from, heads)
+    lower = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    decay = torch.where(lower[..., None], between, -torch.inf).exp()
+    scores = torch.einsum("thn,shn->tsh", C, B) * decay
+    y = torch.einsum("tsh,sh,shp->thp", scores, dt, x)
+    y += torch.einsum("thn,hpn,th->thp", C, initial.double(), total.exp())
+    y += D.double()[:, None] * x
+    if not tokens:
+        return y, initial.double()
+    state = torch.einsum("sh,sh,shp,shn->hpn", decay[-1], dt, x, B)
+    return y, state + total[-1].exp()[:, None, None] * initial.double()
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attend causally; the last query is at the last key's position. In float64."""
+    queries, keys, values = queries.double(), keys.double(), values.double()
+    out = torch.zeros_like(queries)
+    heads_per_kv = queries.shape[1] // keys.shape[1]
+    first = len(keys) - len(queries)
+    for token in range(len(queries)):
+        for head in range(queries.shape[1]):
+            seen = slice(first + token + 1)
+            k, v = keys[seen, head // heads_per_kv], values[seen, head // heads_per_kv]
+            weights = torch.exp(k @ queries[token, head] * scale)
+            out[token, head] = weights @ v / weights.sum()
+    return out
+
+
+def route(
+    hidden: Tensor, router: Tensor, correction: Tensor, config: MoeConfig
+) -> list[dict[int, float]]:
+    """Choose experts by sorting (score, id) pairs; one dict of weights a token."""
+    chosen: list[dict[int, float]] = []
+    logits = hidden.double() @ router.double().T
+    for scores in (1 / (1 + torch.exp(-logits))).tolist():
+        choice = [s + c for s, c in zip(scores, correction.tolist(), strict=True)]
+        size = len(choice) // config.num_groups
+        groups = [choice[g * size : (g + 1) * size] for g in range(config.num_groups)]
+        by_score = sorted(
+            range(config.num_groups),
+            key=lambda g: (-sum(sorted(groups[g])[-2:]), g),  # noqa: B023
+        )
+        kept = by_score[: config.top_k_groups]
+        eligible = [e for e in range(len(choice)) if e // size in kept]
+        best = sorted(eligible, key=lambda e: (-choice[e], e))[: config.top_k]  # noqa: B023
+        total = sum(scores[e] for e in best) if config.normalize_weights else 1.0
+        chosen.append({e: scores[e] / total * config.scaling for e in sorted(best)})
+    return chosen
+
+
+def apply_experts(
+    hidden: Tensor,
+    dense_weights: Tensor,
+    experts_up: Tensor,
+    experts_down: Tensor,
+    activation: str,
+) -> Tensor:
+    """Run every token through every expert, then weigh; in float64.
+
+    Args:
+        hidden: (tokens, inputs).
+        dense_weights: (tokens, experts), zero where a token does not go.
+        experts_up: (experts, size, inputs).
+        experts_down: (experts, inputs, size).
+        activation: Function between the two.
+    """
+    inner = torch.einsum("ti,esi->tes", hidden.double(), experts_up.double())
+    outer = torch.einsum(
+        "tes,eis->tei", activate(inner, activation), experts_down.double()
+    )
+    return torch.einsum("tei,te->ti", outer, dense_weights.double())
+
+
+def activate(values: Tensor, activation: str) -> Tensor:
+    """Apply an activation by its formula, in float64."""
+    wide = values.double()
+    if activation == "relu2":
+        return torch.where(wide > 0, wide * wide, 0.0)
+    if activation == "silu":
+        return wide / (1 + torch.exp(-wide))
+    return wide * 0.5 * (1 + torch.erf(wide / 2**0.5))
+
+
+def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
+    """Philox4x32-10 in Python's own integers.
+
+    Source: Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (
+            (p1 >> 32) ^ c1 ^ k0,
+            p1 % 2**32,
+            (p0 >> 32) ^ c3 ^ k1,
+            p0 % 2**32,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3

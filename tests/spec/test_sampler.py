@@ -1,0 +1,219 @@
+"""Draws: fair, repeatable, each its own; log-probabilities that sum to one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests import oracles
+from tests.factories import at_alignment, load, randn
+from tests.tolerances import (
+    SIGNIFICANCE,
+    assert_budgeted,
+    assert_consistent,
+    assert_equal,
+)
+
+VOCAB = 37
+DRAWS = 800
+#: Counter, key and output of Random123's known-answer test.
+KNOWN_ANSWERS = [
+    ("00000000" * 4, "00000000" * 2, "6627e8d5e169c58dbc57ac4c9b00dbd8"),
+    ("ffffffff" * 4, "ffffffff" * 2, "408f276d41c83b0ea20bc7c66d5451fd"),
+    (
+        "243f6a8885a308d313198a2e03707344",
+        "a4093822299f31d0",
+        "d16cfe0994fdcceb5001e42024126ea1",
+    ),
+]
+WORDS = st.integers(0, 2**32 - 1)
+
+
+def words(text: str) -> tuple[int, ...]:
+    """Cut hexadecimal digits into 32-bit words."""
+    return tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
+
+
+def draw(
+    side: str,
+    logits: Tensor,
+    temperature: float | list[float] = 1.0,
+    seeds: int | list[int] = 0,
+    positions: int | list[int] = 0,
+) -> list[int]:
+    """Draw one token a row; single values hold for every row."""
+    count = len(logits)
+    temperatures, seed_list, position_list = (
+        value if isinstance(value, list) else [value] * count
+        for value in (temperature, seeds, positions)
+    )
+    return (
+        load(side, "sampler")
+        .sample(
+            logits,
+            torch.tensor(temperatures, dtype=torch.float32),
+            torch.tensor(seed_list, dtype=torch.int64),
+            torch.tensor(position_list, dtype=torch.int64),
+        )
+        .tolist()
+    )
+
+
+def expected_draw(logits: Tensor, temperature: float, seed: int, position: int) -> int:
+    """Draw one token in float64, with random words from Python integers."""
+    best, best_value = 0, -math.inf
+    for token, logit in enumerate(logits.tolist()):
+        counter = (token, position % 2**32, position >> 32, 0)
+        word = oracles.philox(counter, (seed % 2**32, seed >> 32))[0]
+        uniform = ((word >> 9) + 0.5) / 2**23
+        value = logit / temperature - math.log(-math.log(uniform))
+        if value > best_value:
+            best, best_value = token, value
+    return best
+
+
+@pytest.mark.parametrize(("counter", "key", "output"), KNOWN_ANSWERS)
+def test_oracle_knows_the_answers(counter: str, key: str, output: str) -> None:
+    """The oracle's random words are Philox4x32-10."""
+    assert oracles.philox(words(counter), words(key)) == words(output)
+
+
+@pytest.mark.parametrize(("counter", "key", "output"), KNOWN_ANSWERS)
+def test_reference_knows_the_answers(counter: str, key: str, output: str) -> None:
+    """So are the reference's."""
+    sampler = load("reference", "sampler")
+    arrays = [torch.tensor([word]) for word in words(counter)]
+    actual = sampler._philox(arrays, words(key))
+    assert tuple(int(array) for array in actual) == words(output)
+
+
+@given(counter=st.tuples(WORDS, WORDS, WORDS, WORDS), key=st.tuples(WORDS, WORDS))
+def test_reference_philox_equals_integers(
+    counter: tuple[int, ...], key: tuple[int, int]
+) -> None:
+    """Products that overflow 64 signed bits lose nothing."""
+    arrays = [torch.tensor([word]) for word in counter]
+    actual = load("reference", "sampler")._philox(arrays, key)
+    assert tuple(int(array) for array in actual) == oracles.philox(counter, key)
+
+
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    position=st.integers(0, 2**40),
+    temperature=st.floats(0.1, 10),
+)
+def test_equals_the_formula(
+    side: str, seed: int, position: int, temperature: float
+) -> None:
+    """The draw is the largest scaled logit plus noise keyed by seed and position."""
+    logits = randn(1, VOCAB, seed=seed % 1000)
+    temperature = float(torch.tensor(temperature))
+    expected = expected_draw(logits[0], temperature, seed, position)
+    assert draw(side, logits, temperature, seed, position) == [expected]
+
+
+def test_greedy_takes_the_lowest_of_the_largest(side: str) -> None:
+    """At temperature 0 the largest logit wins; of several, the lowest id."""
+    for first in range(VOCAB):
+        logits = randn(1, VOCAB)
+        logits[0, first:] = 7.0
+        assert draw(side, logits, 0.0) == [first]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_draws_follow_the_softmax(side: str, temperature: float) -> None:
+    """Counts over many positions pass a chi-square test."""
+    logits, positions = randn(8, seed=4), list(range(DRAWS))
+    rows = logits.expand(DRAWS, -1)
+    tokens = draw(side, rows, temperature, 123, positions)
+    counts = torch.bincount(torch.tensor(tokens), minlength=8).double()
+    probabilities = torch.softmax(logits / temperature, 0)
+    assert chi_square_tail(counts, probabilities) > SIGNIFICANCE
+
+
+def test_seeds_are_independent(side: str) -> None:
+    """Neighbouring seeds share no more draws than chance has them share."""
+    logits, positions = torch.zeros(DRAWS, 4), list(range(DRAWS))
+    one, two = (
+        torch.tensor(draw(side, logits, seeds=seed, positions=positions))
+        for seed in (5, 6)
+    )
+    counts = torch.bincount(one * 4 + two, minlength=16).double()
+    assert chi_square_tail(counts, torch.full((16,), 1 / 16)) > SIGNIFICANCE
+
+
+def chi_square_tail(counts: Tensor, probabilities: Tensor) -> float:
+    """Return the probability of a larger chi-square statistic."""
+    expected = probabilities.double() * counts.sum()
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    degrees = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees, statistic / 2))
+
+
+@given(order=st.permutations(range(6)))
+def test_company_changes_nothing(side: str, order: list[int]) -> None:
+    """A row's draw does not depend on the rows around it, greedy or random."""
+    logits = randn(6, VOCAB)
+    temperatures, seeds = [0.0, 1.0, 0.3, 0.0, 5.0, 1.0], [0, 1, 2**62, 3, 1, 1]
+    positions = [4, 5, 6, 2**33, 5, 6]
+    alone = [
+        draw(side, logits[i : i + 1].clone(), temperatures[i], seeds[i], positions[i])[
+            0
+        ]
+        for i in range(6)
+    ]
+    together = draw(
+        side,
+        logits[order],
+        [temperatures[i] for i in order],
+        [seeds[i] for i in order],
+        [positions[i] for i in order],
+    )
+    assert together == [alone[i] for i in order]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-38, 1e-6, 1.0, 1e38])
+def test_extreme_rows(side: str, temperature: float) -> None:
+    """Forbidden tokens are never drawn; equal or wholly forbidden rows are safe."""
+    logits = torch.full((4, VOCAB), -torch.inf)
+    logits[0, 5] = 3.0
+    logits[1] = 0.0
+    logits[2, [7, 9]] = torch.tensor([1e38, -1e38])
+    tokens = draw(side, logits, temperature, positions=[1, 2, 3, 4])
+    assert tokens[0] == 5
+    assert tokens[2] in ((7,) if temperature < 1e30 else (7, 9))
+    assert all(0 <= token < VOCAB for token in tokens)
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30])
+def test_tiny_temperatures_take_the_largest(side: str, temperature: float) -> None:
+    """A temperature that overflows a quotient still finds the largest logit."""
+    logits = randn(6, VOCAB) * 50
+    assert draw(side, logits, temperature) == draw(side, logits, 0.0)
+
+
+def test_log_probabilities(side: str) -> None:
+    """They are the logarithm of the softmax, of a row alone, at any alignment."""
+    function = load(side, "sampler").log_probabilities
+    logits = randn(18, VOCAB) * 10
+    logits[0, :5] = -torch.inf
+    together = function(logits)
+    exact = logits.double() - logits.double().logsumexp(1, keepdim=True)
+    assert_equal(together[0, :5], logits[0, :5])
+    assert_budgeted("log_probabilities", together[1:], exact[1:])
+    for row in range(len(logits)):
+        alone = function(at_alignment(logits[row : row + 1], row))
+        part = together[row : row + 1]
+        assert_consistent(side, "log_probabilities", part, alone)
+
+
+def test_no_rows(side: str) -> None:
+    """A step may draw nothing."""
+    nothing = torch.zeros(0, VOCAB)
+    assert draw(side, nothing) == []
+    assert_equal(load(side, "sampler").log_probabilities(nothing), nothing)

@@ -1,0 +1,104 @@
+"""How exact is exact: three classes, and every number that a test compares with.
+
+equal
+    Integers, copies, tables, replays; and on the reference side everything that must
+    not depend on company, cuts or cache: bit for bit.
+same-order
+    Bit for bit where both computed in the same shapes and order.
+budgeted
+    A different order of additions: the relative root-mean-square error against
+    float64 is at most ``c * u``, with ``u`` the unit roundoff of the operands and one
+    ``c`` for each operation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Unit roundoff of each dtype.
+UNIT_ROUNDOFF = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-9,
+}
+
+#: For each operation the factor ``c``, about twice the largest error that the tests of
+#: the reference measure (in brackets).
+BUDGETS = {
+    "activate": 3.0,  # 1.4
+    "attention": 5.0,  # 2.3
+    "conv": 3.0,  # 1.4
+    "experts": 6.0,  # 2.9
+    "gated_group_rms_norm": 3.0,  # 1.3
+    "linear": 5.0,  # 2.3
+    "log_probabilities": 2.0,  # 0.64
+    "rms_norm": 3.0,  # 1.4
+    "route": 3.0,  # 1.3
+    "scan": 4.0,  # 1.6
+    "scan_state": 3.0,  # 1.3
+    # Both sides of the comparison are float32, one of them chunked.
+    "scan_chunked": 7.0,  # 3.4
+}
+
+#: Float64 results meet an oracle that is no more exact than they are.
+FLOAT64_FACTOR = 4.0
+
+#: Probability below which a statistical test fails; its draws are fixed.
+SIGNIFICANCE = 1e-3
+
+
+#: Largest difference between a log-probability and that of `transformers`, both in
+#: float32 (measured: 1.6e-5; each is up to as far from float64).
+TRANSFORMERS_LOGPROBS = 3e-5
+
+
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
+    """Hold two tensors equal bit for bit; NaN equals NaN."""
+    assert actual.dtype == expected.dtype, f"{actual.dtype} is not {expected.dtype}"
+    assert actual.shape == expected.shape, f"{actual.shape} is not {expected.shape}"
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    assert bool(same.all()), f"{int((~same).sum())} of {same.numel()} values differ"
+
+
+#: Bit for bit where both sides computed in the same shapes and order.
+assert_same_order = assert_equal
+
+
+def assert_budgeted(operation: str, actual: Tensor, exact: Tensor) -> None:
+    """Hold a result to its operation's budget against float64.
+
+    The roundoff is that of the result's dtype, which is that of the operands.
+    """
+    error = relative_rms(actual, exact) / UNIT_ROUNDOFF[actual.dtype]
+    budget = BUDGETS[operation]
+    if actual.dtype == torch.float64:
+        budget *= FLOAT64_FACTOR
+    assert error <= budget, (
+        f"{operation}: {error:.3g} roundoffs of {actual.dtype}, budget {budget:.3g}"
+    )
+
+
+def assert_consistent(
+    side: str, operation: str, actual: Tensor, expected: Tensor
+) -> None:
+    """Hold two computations of one thing together: cut or whole, alone or in company.
+
+    The reference promises them bit for bit; the optimized side may add in another
+    order, and is held to the operation's budget.
+    """
+    if side == "reference":
+        assert_equal(actual, expected)
+    else:
+        assert_budgeted(operation, actual, expected)
+
+
+def relative_rms(actual: Tensor, exact: Tensor) -> float:
+    """Return the root-mean-square error relative to the exact values' own."""
+    assert actual.shape == exact.shape, f"{actual.shape} is not {exact.shape}"
+    if not actual.numel():
+        return 0.0
+    exact = exact.double()
+    error = (actual.double() - exact).square().mean().sqrt()
+    return float(error / exact.square().mean().sqrt().clamp(min=1e-300))
