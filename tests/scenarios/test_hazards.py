@@ -294,7 +294,12 @@ def test_snapshots_change_no_output_and_cannot_be_switched(side: str) -> None:
     """With slots, without, without a cache: one result; options stay as they are."""
     prompts = [text(40), branch(text(32), 45, seed=1)]
     skipped: list[int] = []
-    for options in ({}, {"snapshot_slots": 0}, {"prefix_caching": False}):
+    choices: list[dict[str, Any]] = [
+        {},
+        {"snapshot_slots": 0},
+        {"prefix_caching": False},
+    ]
+    for options in choices:
         engine = make_engine(MODEL, side, **options)
         skipped.append(sum(ask(engine, p).cache.num_skipped_tokens for p in prompts))
         with pytest.raises(FrozenInstanceError):
