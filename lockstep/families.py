@@ -79,11 +79,6 @@ class Family:
     prefixes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
-    def plain_name(self, name: str) -> str:
-        """Strip the prefix off a tensor's name."""
-        prefix = next((p for p in self.prefixes if name.startswith(p)), "")
-        return name[len(prefix) :]
-
 
 def family_of(model_type: object) -> Family:
     """Find a family by the config's ``model_type``.
@@ -107,10 +102,7 @@ def read_model_config(fields: Mapping[str, Any]) -> ModelConfig:
         UnsupportedModelError: A family or an option that is not implemented.
         ConfigError: A field that is missing or cannot work.
     """
-    if fields.get("quantization_config") is not None:
-        raise UnsupportedModelError(
-            "quantization_config is set; quantized checkpoints are not implemented"
-        )
+    _Fields(fields).refuse("quantization_config")
     return family_of(fields.get("model_type")).read_config(fields)
 
 
@@ -168,22 +160,17 @@ class _Fields:
                 f"{self.get('model_type')!r}"
             )
 
+    def choice(self, name: str, *known: str) -> Any:
+        """Return a field that must be one of a few; the first is the default."""
+        value = self.get(name, default=known[0])
+        if value not in known:
+            raise UnsupportedModelError(
+                f"{name}={value!r} is not implemented; known are {', '.join(known)}"
+            )
+        return value
 
-def _number(value: object) -> float:
-    """Read a number; ``transformers`` writes infinity as an object."""
-    if isinstance(value, Mapping):
-        value = cast(Mapping[str, str], value).get("__float__")
-    return float(cast(float, value))
 
-
-def _activation(fields: _Fields, name: str, default: str, *known: str) -> Any:
-    value = fields.get(name, default=default)
-    if value not in known:
-        raise UnsupportedModelError(
-            f"{name}={value!r} is not implemented; known are {', '.join(known)}"
-        )
-    return value
-
+_ACTIVATIONS = ("relu2", "silu", "gelu")
 
 #: Names of layer types, those of the library and older ones.
 _LETTERS = {
@@ -227,11 +214,7 @@ def _read_nemotron_h(config: Mapping[str, Any]) -> ModelConfig:
     fields.refuse("residual_in_fp32", False)
     fields.refuse("mamba_proj_bias", False, fields.get("use_bias"))
     if fields.size("num_nextn_predict_layers", default=0) > 0:
-        warnings.warn(
-            "the layers for multi-token prediction are left out: Lockstep predicts "
-            "one token at a time",
-            stacklevel=2,
-        )
+        warnings.warn("layers for multi-token prediction are left out", stacklevel=2)
     eos = fields.get("eos_token_id", default=[])
     dtype = fields.get("dtype", "torch_dtype", default="float32")
     return ModelConfig(
@@ -253,8 +236,10 @@ def _read_nemotron_h(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _nemotron_h_mamba(fields: _Fields) -> MambaConfig:
-    _activation(fields, "mamba_hidden_act", "silu", "silu")
+    fields.choice("mamba_hidden_act", "silu")
     limits = fields.get("mamba_dt_limit", "time_step_limit", default=(0.0, math.inf))
+    # `transformers` writes infinity as an object.
+    low, high = (float(x["__float__"] if isinstance(x, dict) else x) for x in limits)
     return MambaConfig(
         num_heads=fields.size("mamba_num_heads"),
         head_dim=fields.size("mamba_head_dim"),
@@ -264,7 +249,7 @@ def _nemotron_h_mamba(fields: _Fields) -> MambaConfig:
         conv_bias=bool(fields.get("mamba_conv_bias", "use_conv_bias", default=True)),
         proj_bias=bool(fields.get("use_bias", default=False)),
         scan_chunk_size=fields.size("mamba_chunk_size", "chunk_size", default=128),
-        time_step_limit=(_number(limits[0]), _number(limits[1])),
+        time_step_limit=(low, high),
     )
 
 
@@ -280,7 +265,7 @@ def _nemotron_h_attention(fields: _Fields) -> AttentionConfig:
 def _nemotron_h_mlp(fields: _Fields) -> MlpConfig:
     return MlpConfig(
         size=fields.size("intermediate_size"),
-        activation=_nemotron_h_activation(fields),
+        activation=fields.choice("mlp_hidden_act", *_ACTIVATIONS),
         bias=bool(fields.get("mlp_bias", default=False)),
     )
 
@@ -297,13 +282,9 @@ def _nemotron_h_moe(fields: _Fields) -> MoeConfig:
         normalize_weights=bool(fields.get("norm_topk_prob", default=True)),
         scaling=float(fields.get("routed_scaling_factor", default=1.0)),
         latent_size=fields.get("moe_latent_size"),
-        activation=_nemotron_h_activation(fields),
+        activation=fields.choice("mlp_hidden_act", *_ACTIVATIONS),
         bias=bool(fields.get("mlp_bias", default=False)),
     )
-
-
-def _nemotron_h_activation(fields: _Fields) -> Any:
-    return _activation(fields, "mlp_hidden_act", "relu2", "relu2", "silu", "gelu")
 
 
 #: Parameters of Mamba-2 layers, named alike in every family.

@@ -214,8 +214,8 @@ class LLM:
     def _make_parameters(
         self, folder: Path | None, weights: RandomWeights | None
     ) -> Parameters:
-        def progress(names: Iterable[str], total: int) -> Iterable[str]:
-            return self._show(names, total, "loading weights")
+        def progress(names: list[str]) -> Iterable[str]:
+            return self._show(names, len(names), "loading weights")
 
         if folder is None:
             rule = weights or RandomWeights()

@@ -28,12 +28,7 @@ from lockstep.parameters import (
 MAX_LISTED = 20
 
 #: Wraps the names of tensors as they are made, to show progress.
-Progress = Callable[[Iterable[str], int], Iterable[str]]
-
-
-def without_progress(names: Iterable[str], total: int) -> Iterable[str]:
-    """Show nothing."""
-    return names
+Progress = Callable[[list[str]], Iterable[str]]
 
 
 # Loading.
@@ -57,12 +52,13 @@ class Checkpoint:
         """Open every file and note where each tensor is."""
         self.device = device
         self._open_files = ExitStack()
-        self._homes: dict[str, tuple[Any, str]] = {}
+        #: For each tensor, less its prefix, its file and its name there.
+        self.homes: dict[str, tuple[Any, str]] = {}
         for path in _weight_files(folder):
             file = self._open(path)
             for stored in file.keys():  # noqa: SIM118
                 prefix = next((p for p in prefixes if stored.startswith(p)), "")
-                self._homes[stored[len(prefix) :]] = (file, stored)
+                self.homes[stored[len(prefix) :]] = (file, stored)
 
     def __enter__(self) -> Checkpoint:
         """Keep the files open."""
@@ -83,18 +79,14 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
 
-    def names(self) -> set[str]:
-        """List the tensors, without their prefix."""
-        return set(self._homes)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""
-        file, stored = self._homes[name]
+        file, stored = self.homes[name]
         return tuple(file.get_slice(stored).get_shape())
 
     def read(self, name: str) -> Tensor:
         """Read a tensor."""
-        file, stored = self._homes[name]
+        file, stored = self.homes[name]
         return file.get_tensor(stored)
 
 
@@ -107,19 +99,16 @@ class _Placement:
     parts: list[str]
     is_stack: bool
 
-    def faults(self, checkpoint: Checkpoint, present: set[str]) -> Iterator[str]:
+    def faults(self, checkpoint: Checkpoint) -> Iterator[str]:
         """Say what is wrong with each part."""
         wanted = self.spec.shape[1:] if self.is_stack else self.spec.shape
         for part in self.parts:
-            if part not in present:
+            if part not in checkpoint.homes:
                 yield f"missing: {part}"
                 continue
             shape = checkpoint.shape(part)
             if self.transform(torch.empty(shape, device="meta")).shape != wanted:
-                yield (
-                    f"wrong shape: {part} is {list(shape)}, but the config asks for "
-                    f"{list(wanted)}"
-                )
+                yield f"wrong shape: {part} is {shape}, the config asks for {wanted}"
 
     def read(self, checkpoint: Checkpoint, model_dtype: torch.dtype) -> Tensor:
         """Read the parameter, one part at a time."""
@@ -138,7 +127,7 @@ def load_parameters(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress = without_progress,
+    progress: Progress = iter,
 ) -> Parameters:
     """Read a checkpoint's parameters straight to their device and dtype.
 
@@ -149,23 +138,22 @@ def load_parameters(
     family, specs = family_of(config.family), parameter_specs(config)
     sources = family.sources(config)
     with Checkpoint(folder, device, family.prefixes) as checkpoint:
-        present = checkpoint.names()
+        present = set(checkpoint.homes)
         placements = {
             name: _place(sources[name], spec, present) for name, spec in specs.items()
         }
-        faults = [
-            fault
-            for placement in placements.values()
-            for fault in placement.faults(checkpoint, present)
-        ]
-        used = {part for entry in placements.values() for part in entry.parts}
-        unknown = sorted(present - used)
-        faults += [f"unknown: {n}" for n in unknown if not n.startswith(family.ignored)]
+        unknown = set(present)
+        faults: list[str] = []
+        for placement in placements.values():
+            unknown.difference_update(placement.parts)
+            faults += placement.faults(checkpoint)
+        for name in sorted(unknown):
+            faults += [] if name.startswith(family.ignored) else [f"unknown: {name}"]
         if faults:
             raise CheckpointError(_summary(folder, faults))
         flat = {
             name: placements[name].read(checkpoint, dtype)
-            for name in progress(specs, len(specs))
+            for name in progress([*specs])
         }
     return build_parameters(config, flat)
 
@@ -278,13 +266,13 @@ def draw_parameters(
     rule: RandomWeights,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress = without_progress,
+    progress: Progress = iter,
 ) -> Parameters:
     """Draw all parameters of a model on its device."""
     specs = parameter_specs(config)
     flat = {
         name: rule.draw(name, specs[name], device).to(specs[name].dtype(dtype))
-        for name in progress(specs, len(specs))
+        for name in progress([*specs])
     }
     return build_parameters(config, flat)
 

@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "shared experts": ({"n_shared_experts": 2}, "n_shared_experts=2"),
     "activation": ({"mlp_hidden_act": "tanh"}, "mlp_hidden_act='tanh'"),
     "mamba activation": ({"mamba_hidden_act": "relu"}, "mamba_hidden_act='relu'"),
-    "quantized": ({"quantization_config": {"bits": 4}}, "quantized"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config="),
     "layer letter": ({"hybrid_override_pattern": "M|*"}, r"\['\|'\]"),
     "layer name": ({"layers_block_type": ["mamba", "conv"]}, r"\['conv'\]"),
 }

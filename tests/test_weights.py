@@ -93,9 +93,9 @@ def test_all_faults_are_listed_at_once(folder: Path) -> None:
     assert "5 tensors do not fit" in message
     assert "missing: norm_f.weight" in message
     assert "missing: layers.1.mixer.experts.2.up_proj.weight" in message
-    assert "wrong shape: layers.0.mixer.D is [3]" in message
-    assert "asks for [8]" in message
-    assert "wrong shape: layers.0.mixer.conv1d.weight is [4]" in message
+    assert "wrong shape: layers.0.mixer.D is (3,)" in message
+    assert "asks for (8,)" in message
+    assert "wrong shape: layers.0.mixer.conv1d.weight is (4,)" in message
     assert "unknown: surprise" in message
 
 
