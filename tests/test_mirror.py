@@ -18,7 +18,6 @@ PENDING = {
     "attention.py",
     "conv1d.py",
     "engine.py",
-    "kv_blocks.py",
     "linear.py",
     "metadata.py",
     "mlp.py",
@@ -31,7 +30,6 @@ PENDING = {
     "scan.py",
     "scheduler.py",
     "snapshots.py",
-    "state_slots.py",
 }
 
 #: Folders of the optimized side that hold kernels, which have no eager twin.
