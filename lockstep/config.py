@@ -7,9 +7,10 @@ follow from others are properties and are never written back.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
 
 from lockstep.blocks import num_blocks_for
 from lockstep.errors import ConfigError
@@ -21,9 +22,6 @@ DTypeName = Literal["float32", "bfloat16", "float16", "float64"]
 Activation = Literal["relu2", "silu", "gelu"]
 Eviction = Literal["lru", "ref_zero"]
 DebugCheck = Literal["integrity", "poison", "checksums"]
-
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
-_DEBUG_CHECKS = ("integrity", "poison", "checksums")
 
 #: Scan chunks that every tier implements.
 SCAN_CHUNK_SIZES = (16, 32, 64, 128, 256)
@@ -73,7 +71,7 @@ class MambaConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _require_positive(self, exclude=("conv_bias", "proj_bias", "time_step_limit"))
+        _check_fields(self)
         if self.num_heads % self.num_groups:
             raise ConfigError(
                 f"{self.num_heads} Mamba heads cannot be shared out among "
@@ -126,7 +124,7 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _require_positive(self, exclude=("bias", "scale"))
+        _check_fields(self)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} "
@@ -159,7 +157,7 @@ class MlpConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _require_positive(self, exclude=("activation", "bias"))
+        _check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -194,8 +192,7 @@ class MoeConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        unchecked = ("shared_size", "normalize_weights", "activation", "bias")
-        _require_positive(self, exclude=unchecked)
+        _check_fields(self, may_be_zero=("shared_size",))
         if self.num_experts % self.num_groups:
             raise ConfigError(
                 f"{self.num_experts} experts cannot form {self.num_groups} groups"
@@ -255,7 +252,8 @@ class ModelConfig:
     moe: MoeConfig | None = None
 
     def __post_init__(self) -> None:
-        """Check that each letter of the pattern has its shape."""
+        """Check every field, and that each letter of the pattern has its shape."""
+        _check_fields(self, may_be_zero=("bos_token_id", "eos_token_ids"))
         parts = {MAMBA: "mamba", ATTENTION: "attention", MLP: "mlp", MOE: "moe"}
         unknown = sorted(set(self.layer_pattern) - set(parts))
         if unknown or not self.layer_pattern:
@@ -269,9 +267,6 @@ class ModelConfig:
                     f"layer pattern {self.layer_pattern!r} has {letter!r} layers, but "
                     f"their shape ({part}) is missing"
                 )
-        for name in ("vocab_size", "hidden_size", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be >= 1")
 
     @property
     def num_mamba_layers(self) -> int:
@@ -338,29 +333,18 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check every field that can be judged without a model."""
-        for name in ("max_requests", "max_tokens_per_step"):
-            _check_count(name, getattr(self, name), least=1)
-        for name in ("max_length", "block_size", "scan_chunk_size", "num_blocks"):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name), least=1)
-        if self.snapshot_slots is not None:
-            _check_count("snapshot_slots", self.snapshot_slots, least=0)
-        if self.memory_fraction is not None:
-            _check_fraction("memory_fraction", self.memory_fraction)
-        _check_fraction("snapshot_fraction", self.snapshot_fraction, least=0.0)
-        _check_choice("eviction", self.eviction, ("lru", "ref_zero"))
+        if isinstance(self.debug, str):
+            raise ConfigError(f"debug is a tuple of checks, such as ({self.debug!r},)")
         for name in ("ssm_state_dtype", "kv_dtype"):
             if "8" in str(getattr(self, name)):
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; 8-bit caches are not offered, "
-                    f"use one of {', '.join(_DTYPES)}"
+                    f"{name} is {getattr(self, name)!r}; 8-bit caches are not offered"
                 )
-        _check_choice("ssm_state_dtype", self.ssm_state_dtype, _DTYPES)
-        _check_choice("kv_dtype", self.kv_dtype, ("auto", *_DTYPES))
-        if isinstance(self.debug, str):
-            raise ConfigError(f"debug is a tuple of checks, such as ({self.debug!r},)")
-        for check in self.debug:
-            _check_choice("debug", check, _DEBUG_CHECKS)
+        _check_fields(self, may_be_zero=("snapshot_slots",))
+        for name, least in (("memory_fraction", 1e-6), ("snapshot_fraction", 0.0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= 1:
+                raise ConfigError(f"{name} is {value}; it must lie between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -435,27 +419,29 @@ def engine_options(config: EngineConfig, options: Mapping[str, Any]) -> EngineCo
     return replace(config, **options)
 
 
-def _check_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} is {value!r}; it must be an integer")
-    if value < least:
-        raise ConfigError(f"{name} is {value}; it must be at least {least}")
+def _check_fields(config: Any, may_be_zero: Collection[str] = ()) -> None:
+    """Hold every field to its type: choices, switches, and counts above zero."""
+    hints = get_type_hints(type(config))
+    for entry in fields(config):
+        name, value = entry.name, getattr(config, entry.name)
+        allowed = _leaves(hints[name])
+        choices = [each for each in allowed if isinstance(each, str)]
+        least = 0 if name in may_be_zero else 1
+        for each in value if isinstance(value, tuple) else (value,):
+            if each is None and NoneType in allowed:
+                continue
+            if choices and each not in choices:
+                known = ", ".join(choices)
+                raise ConfigError(f"{name} is {each!r}; known are {known}")
+            if bool in allowed and not isinstance(each, bool):
+                raise ConfigError(f"{name} is {each!r}; it must be True or False")
+            if int in allowed and type(each) is not int:
+                raise ConfigError(f"{name} is {each!r}; it must be an integer")
+            if int in allowed and each < least:
+                raise ConfigError(f"{name} is {each}; it must be at least {least}")
 
 
-def _check_fraction(name: str, value: float, least: float = 1e-6) -> None:
-    if not least <= value <= 1.0:
-        raise ConfigError(f"{name} is {value}; it must lie between 0 and 1")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; known are {', '.join(choices)}")
-
-
-def _require_positive(config: object, exclude: tuple[str, ...]) -> None:
-    for entry in fields(config):  # type: ignore[arg-type]
-        value = getattr(config, entry.name)
-        if entry.name not in exclude and value is not None and not value > 0:
-            raise ConfigError(
-                f"{type(config).__name__}.{entry.name} is {value}; it must be above 0"
-            )
+def _leaves(hint: Any) -> list[Any]:
+    """List the types and literal values that a type hint is made of."""
+    parts = get_args(hint)
+    return [leaf for part in parts for leaf in _leaves(part)] if parts else [hint]
