@@ -6,11 +6,21 @@ tests themselves, straight from `transformers`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lockstep.config import MoeConfig
+from lockstep.config import ModelConfig, MoeConfig
+from lockstep.parameters import (
+    AttentionParameters,
+    LinearParameters,
+    MambaParameters,
+    MlpParameters,
+    MoeParameters,
+    Parameters,
+)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -165,3 +175,92 @@ def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
         )
         k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
     return c0, c1, c2, c3
+
+
+def forward(config: ModelConfig, parameters: Parameters, tokens: list[int]) -> Tensor:
+    """Compute the logits of one sequence with dense float64 operations."""
+    residual = parameters.embedding[tokens].double()
+    functions: dict[type, Callable[..., Tensor]] = {
+        MambaParameters: _mamba,
+        AttentionParameters: _attention,
+        MlpParameters: _mlp,
+        MoeParameters: _moe,
+    }
+    for layer in parameters.layers:
+        hidden = rms_norm(residual, layer.norm, config.norm_eps)
+        residual = residual + functions[type(layer)](config, layer, hidden)
+    hidden = rms_norm(residual, parameters.final_norm, config.norm_eps)
+    return hidden @ parameters.head.double().T
+
+
+def _linear(inputs: Tensor, parameters: LinearParameters) -> Tensor:
+    outputs = inputs @ parameters.weight.double().T
+    return outputs if parameters.bias is None else outputs + parameters.bias.double()
+
+
+def _mamba(config: ModelConfig, layer: MambaParameters, hidden: Tensor) -> Tensor:
+    mamba = config.mamba
+    assert mamba is not None
+    projected = _linear(hidden, layer.in_proj)
+    inner, channels = mamba.inner_size, mamba.conv_channels
+    gate, dt = projected[:, :inner], projected[:, inner + channels :]
+    window = torch.zeros(channels, mamba.conv_window)
+    convolved = convolve(
+        window,
+        projected[:, inner : inner + channels],
+        layer.conv_weight,
+        layer.conv_bias,
+    )
+    groups = (len(hidden), mamba.num_groups, mamba.state_size)
+    B, C = convolved[:, inner:].chunk(2, 1)
+    y, _ = selective_scan(
+        convolved[:, :inner].reshape(len(hidden), mamba.num_heads, mamba.head_dim),
+        dt,
+        B.reshape(groups),
+        C.reshape(groups),
+        layer.A,
+        layer.dt_bias,
+        layer.D,
+        mamba.time_step_limit,
+        torch.zeros(mamba.num_heads, mamba.head_dim, mamba.state_size),
+    )
+    y, eps = y.reshape(len(hidden), inner), config.norm_eps
+    normed = gated_group_rms_norm(y, gate, layer.gated_norm, eps, mamba.num_groups)
+    return _linear(normed, layer.out_proj)
+
+
+def _attention(
+    config: ModelConfig, layer: AttentionParameters, hidden: Tensor
+) -> Tensor:
+    assert config.attention is not None
+    queries, keys, values = (
+        _linear(hidden, p).reshape(len(hidden), -1, config.attention.head_dim)
+        for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    attended = attend(queries, keys, values, config.attention.score_scale)
+    return _linear(attended.reshape(len(hidden), -1), layer.o_proj)
+
+
+def _mlp(config: ModelConfig, layer: MlpParameters, hidden: Tensor) -> Tensor:
+    assert config.mlp is not None
+    inner = activate(_linear(hidden, layer.up_proj), config.mlp.activation)
+    return _linear(inner, layer.down_proj)
+
+
+def _moe(config: ModelConfig, layer: MoeParameters, hidden: Tensor) -> Tensor:
+    moe = config.moe
+    assert moe is not None
+    dense = torch.zeros(len(hidden), moe.num_experts, dtype=torch.float64)
+    chosen = route(hidden, layer.router, layer.correction, moe)
+    for row, weights in zip(dense, chosen, strict=True):
+        for expert, weight in weights.items():
+            row[expert] = weight
+    inputs = _linear(hidden, layer.latent_down) if layer.latent_down else hidden
+    routed = apply_experts(
+        inputs, dense, layer.experts_up, layer.experts_down, moe.activation
+    )
+    routed = _linear(routed, layer.latent_up) if layer.latent_up else routed
+    if layer.shared_up is None or layer.shared_down is None:
+        return routed
+    inner = activate(_linear(hidden, layer.shared_up), moe.activation)
+    return routed + _linear(inner, layer.shared_down)
