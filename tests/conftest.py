@@ -15,6 +15,12 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 torch.set_num_threads(1)
 
+# `LOCKSTEP_TEST_DEVICE=cuda python -m pytest tests/spec` runs the same tests there.
+if DEVICE := os.environ.get("LOCKSTEP_TEST_DEVICE", ""):
+    torch.set_default_device(DEVICE)
+    # Oracles convolve in float32, not in fewer bits.
+    torch.backends.cudnn.allow_tf32 = False
+
 ROOT = Path(__file__).resolve().parents[1]
 SIDES = ("reference", "optimized")
 

@@ -30,6 +30,8 @@ from lockstep.parameters import (
 from lockstep.plan import BatchShape
 
 CPU = torch.device("cpu")
+#: Where tests run; `tests/conftest.py` sets torch's default.
+DEVICE = torch.get_default_device()
 
 #: Sizes are odd on purpose: rows of these widths begin at every possible alignment.
 MAMBA = MambaConfig(
@@ -85,13 +87,17 @@ def model_config(name: str = "hybrid") -> ModelConfig:
 
 
 def generator(seed: int) -> torch.Generator:
-    """Return a random generator of its own."""
-    return torch.Generator().manual_seed(seed)
+    """Return a random generator of its own, the same on every device."""
+    return torch.Generator("cpu").manual_seed(seed)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw normal numbers, the same in every dtype up to rounding."""
-    return torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(dtype)
+    return _normal(shape, generator(seed)).to(DEVICE, dtype)
+
+
+def _normal(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=source, dtype=torch.float64, device="cpu")
 
 
 def random_parameters(
@@ -102,8 +108,8 @@ def random_parameters(
     source = generator(seed)
     flat: dict[str, Tensor] = {}
     for name, spec in parameter_specs(config).items():
-        values = torch.randn(spec.shape, generator=source, dtype=torch.float64)
-        flat[name] = _scaled(values, spec.kind).to(spec.dtype(dtype))
+        values = _scaled(_normal(spec.shape, source), spec.kind)
+        flat[name] = values.to(DEVICE, spec.dtype(dtype))
     return build_parameters(config, flat)
 
 
@@ -120,7 +126,7 @@ def _scaled(values: Tensor, kind: ParameterKind) -> Tensor:
 def plan_sizes(config: ModelConfig, engine: EngineConfig | None = None) -> Sizes:
     """Settle the sizes of a small engine."""
     return plan_memory(
-        config, engine or ENGINE, CPU, torch_dtype(config.dtype), weight_bytes=0
+        config, engine or ENGINE, DEVICE, torch_dtype(config.dtype), weight_bytes=0
     )
 
 
@@ -141,7 +147,7 @@ def fresh_caches(
     """Allocate pools; all but the zero slot holds NaN where nothing was written."""
     sizes = plan_sizes(config, engine)
     dtype = torch_dtype(config.dtype)
-    caches = allocate_caches(config, engine or ENGINE, sizes, dtype, CPU)
+    caches = allocate_caches(config, engine or ENGINE, sizes, dtype, DEVICE)
     if poison:
         for pool in caches.tensors():
             pool.fill_(torch.nan)

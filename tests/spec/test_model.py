@@ -27,7 +27,7 @@ from lockstep.parameters import (
 )
 from tests import oracles
 from tests.factories import (
-    CPU,
+    DEVICE,
     ENGINE,
     MODEL_NAMES,
     Row,
@@ -80,7 +80,7 @@ class Runner:
         """Build a model of one side, with some components replaced."""
         sizes, parameters = plan_sizes(config), random_parameters(config)
         components = build_components(side, replaced)
-        model = load(side, "model").Model(config, sizes, parameters, components, CPU)
+        model = load(side, "model").Model(config, sizes, parameters, components, DEVICE)
         return cls(config, sizes, model, fresh_caches(config))
 
     def forward(
@@ -110,8 +110,8 @@ class Runner:
 
 def some_tokens(count: int, seed: int = 0) -> list[int]:
     """Draw token ids."""
-    vocab = model_config().vocab_size
-    return torch.randint(vocab, (count,), generator=generator(seed)).tolist()
+    vocab, source = model_config().vocab_size, generator(seed)
+    return torch.randint(vocab, (count,), generator=source, device="cpu").tolist()
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
