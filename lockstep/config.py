@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from types import NoneType
-from typing import Any, Literal, cast, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from lockstep.blocks import num_blocks_for
 from lockstep.errors import ConfigError
@@ -422,14 +422,14 @@ def _check_fields(config: Any, may_be_zero: Collection[str] = ()) -> None:
     """Hold every field to its type: choices, switches, and counts above zero."""
     hints = get_type_hints(type(config))
     for entry in fields(config):
-        name, value = entry.name, cast(Any, getattr(config, entry.name))
-        values: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
+        name, value = entry.name, getattr(config, entry.name)
         allowed = _leaves(hints[name])
+        if value is None and NoneType in allowed:
+            continue
+        values: Any = value if isinstance(value, tuple) else (value,)
         choices = [each for each in allowed if isinstance(each, str)]
         least = 0 if name in may_be_zero else 1
         for each in values:
-            if each is None and NoneType in allowed:
-                continue
             if choices and each not in choices:
                 known = ", ".join(choices)
                 raise ConfigError(f"{name} is {each!r}; known are {known}")
