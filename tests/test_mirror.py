@@ -19,7 +19,6 @@ PENDING = {
     "conv1d.py",
     "engine.py",
     "linear.py",
-    "metadata.py",
     "mlp.py",
     "model.py",
     "moe.py",
@@ -27,7 +26,6 @@ PENDING = {
     "prefix_cache.py",
     "rows.py",
     "sampler.py",
-    "scan.py",
     "scheduler.py",
     "snapshots.py",
 }

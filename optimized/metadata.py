@@ -1,0 +1,421 @@
+"""The index arrays of a step by prefix sums and repeats, sent as one copy.
+
+Python looks at rows, to collect their numbers; tokens, blocks and scan chunks are laid
+out by numpy in one buffer, which goes to the device whole. `_Extents` alone decides how
+long the arrays are: what is longer than its content ends in entries that harm nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.batch import BatchMetadata
+from lockstep.config import Sizes
+from lockstep.plan import BatchShape, RowPlan, StepPlan
+from lockstep.request import Request, SamplingParams
+
+_Ints = NDArray[np.int64]
+_Array = NDArray[Any]
+
+#: What numpy calls a dtype, torch's name for it.
+_DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
+#: Arrays begin at multiples of the largest item in the common buffer.
+_ALIGNMENT = 8
+
+
+class ScanChunks(NamedTuple):
+    """As on the other side."""
+
+    boundaries: list[int]
+    rows: list[int]
+    last: list[int]
+
+
+def cut_scan_chunks(rows: list[RowPlan], scan_chunk_size: int) -> ScanChunks:
+    """Cut packed prefill rows into scan chunks, all at once."""
+    chunks = _cut(_Columns.of(rows), scan_chunk_size)
+    return ScanChunks(
+        _offsets(chunks.lens).tolist(), chunks.rows.tolist(), chunks.last.tolist()
+    )
+
+
+def find_snapshot_chunks(rows: list[RowPlan], scan_chunk_size: int) -> list[int]:
+    """Find the scan chunk at whose end each snapshot is known, by its number."""
+    chunks = _cut(_Columns.of(rows), scan_chunk_size)
+    return chunks.ending_at(_Snapshots.of(rows), scan_chunk_size).tolist()
+
+
+def kv_index_of(row: RowPlan, position: int, sizes: Sizes) -> int:
+    """Say where the K/V of one token goes."""
+    block, offset = divmod(position, sizes.block_size)
+    is_shared = block < row.num_shared_blocks
+    block_id = sizes.dummy_block if is_shared else row.block_table[block]
+    return block_id * sizes.block_size + offset
+
+
+class MetadataBuilder:
+    """Makes the index arrays of each step, with one copy to the device."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        """Remember sizes and device."""
+        self.sizes = sizes
+        self.device = device
+
+    def build(
+        self, plan: StepPlan, requests: Mapping[str, Request], all_logits: bool
+    ) -> BatchMetadata:
+        """Make the arrays of one step.
+
+        Cost: one copy to the device, of at most eight bytes an entry; on the host a few
+        passes over rows, and one over token ids and block tables to unpack the lists.
+        """
+        decodes, prefills = plan.decode_rows, plan.prefill_rows
+        rows = decodes + prefills
+        columns, chunks, snapshots = (
+            _Columns.of(rows),
+            _cut(_Columns.of(prefills), self.sizes.scan_chunk_size),
+            _Snapshots.of(prefills),
+        )
+        num_tokens, drawing = int(columns.lens.sum()), np.flatnonzero(columns.samples)
+        real = _Extents(
+            tokens=num_tokens,
+            prefills=len(prefills),
+            decodes=len(decodes),
+            snapshots=len(snapshots.rows),
+            scan_chunks=len(chunks.rows),
+            table_blocks=int(columns.table_lens.max(initial=0)),
+            logits=num_tokens if all_logits else len(drawing),
+            draws=len(drawing),
+        )
+        layout = _Layout(real, self._padded(real), self.sizes)
+        tables = self._tables(rows, columns, real.table_blocks)
+        arrays = {
+            **layout.tokens(columns, tables, _token_ids(rows, requests, num_tokens)),
+            **layout.requests(columns, tables),
+            **layout.decodes(columns, decodes),
+            **layout.prefills(columns),
+            **layout.snapshots(columns, chunks, snapshots),
+            **layout.scan_chunks(chunks),
+            **layout.draws(columns, drawing, _sampling(rows, requests), all_logits),
+        }
+        return BatchMetadata(
+            shape=real.shape,
+            padded_shape=layout.padded.shape,
+            num_snapshots=real.snapshots,
+            **_send(arrays, self.device),
+        )
+
+    def _padded(self, real: _Extents) -> _Extents:
+        """Decide the sizes of the arrays: the real ones."""
+        return real
+
+    def _tables(self, rows: list[RowPlan], columns: _Columns, width: int) -> _Ints:
+        """Put block tables under each other, dummy block after their last."""
+        blocks = chain.from_iterable(row.block_table for row in rows)
+        tables = np.full((len(rows), width), self.sizes.dummy_block, np.int64)
+        is_filled = np.arange(width) < columns.table_lens[:, None]
+        tables[is_filled] = np.fromiter(blocks, np.int64, columns.table_lens.sum())
+        return tables
+
+
+class _Columns(NamedTuple):
+    """Numbers of some rows, an array for each kind."""
+
+    starts: _Ints
+    ends: _Ints
+    slots: _Ints
+    initial_slots: _Ints
+    num_shared: _Ints
+    table_lens: _Ints
+    samples: _Ints
+
+    @classmethod
+    def of(cls, rows: list[RowPlan]) -> _Columns:
+        """Collect the numbers, row by row."""
+        table = [
+            (
+                row.start,
+                row.end,
+                row.slot_id,
+                row.initial_slot_id,
+                row.num_shared_blocks,
+                len(row.block_table),
+                row.samples,
+            )
+            for row in rows
+        ]
+        return cls(*np.array(table, np.int64).reshape(-1, len(cls._fields)).T)
+
+    @property
+    def lens(self) -> _Ints:
+        """Tokens of each row."""
+        return self.ends - self.starts
+
+
+class _Snapshots(NamedTuple):
+    """States that prefill rows store: whose, after which position, and where."""
+
+    rows: _Ints
+    positions: _Ints
+    slots: _Ints
+
+    @classmethod
+    def of(cls, rows: list[RowPlan]) -> _Snapshots:
+        """Collect the numbers, row by row."""
+        table = [
+            (index, snapshot.position, snapshot.slot_id)
+            for index, row in enumerate(rows)
+            for snapshot in row.snapshots
+        ]
+        return cls(*np.array(table, np.int64).reshape(-1, len(cls._fields)).T)
+
+
+class _Chunks(NamedTuple):
+    """Scan chunks of packed prefill rows.
+
+    Attributes:
+        lens: Tokens of each chunk.
+        rows: Row of each chunk.
+        last: Last chunk of each row.
+        origin: Number that the chunk from position 0 on would have, for each row.
+    """
+
+    lens: _Ints
+    rows: _Ints
+    last: _Ints
+    origin: _Ints
+
+    def ending_at(self, snapshots: _Snapshots, scan_chunk_size: int) -> _Ints:
+        """Find the chunk that ends where each snapshot is taken."""
+        number = _ceil_divide(snapshots.positions, scan_chunk_size) - 1
+        return self.origin[snapshots.rows] + number
+
+
+def _cut(columns: _Columns, scan_chunk_size: int) -> _Chunks:
+    """Number the chunks of each row from its origin; each is then known by a product.
+
+    Chunk ``k`` from the origin covers ``[k * size, (k + 1) * size)``, cut to the row.
+    """
+    first = columns.starts // scan_chunk_size
+    counts = _ceil_divide(columns.ends, scan_chunk_size) - first
+    behind = np.cumsum(counts)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    origin = behind - counts - first
+    begin = (np.arange(len(rows)) - origin[rows]) * scan_chunk_size
+    begins = np.maximum(begin, columns.starts[rows])
+    ends = np.minimum(begin + scan_chunk_size, columns.ends[rows])
+    return _Chunks(ends - begins, rows, behind - 1, origin)
+
+
+class _Extents(NamedTuple):
+    """How many entries of each kind there are."""
+
+    tokens: int
+    prefills: int
+    decodes: int
+    snapshots: int
+    scan_chunks: int
+    table_blocks: int
+    logits: int
+    draws: int
+
+    @property
+    def shape(self) -> BatchShape:
+        """The three that a batch is known by."""
+        return BatchShape(self.tokens, self.prefills, self.decodes)
+
+
+class _Layout:
+    """Puts real entries in their places and harmless ones in all others.
+
+    Where tokens or rows of both kinds share an array, those that prefill begin at the
+    padded count of those that decode; in every other array real entries come first.
+    """
+
+    def __init__(self, real: _Extents, padded: _Extents, sizes: Sizes) -> None:
+        self.real = real
+        self.padded = padded
+        self.sizes = sizes
+
+    def tokens(
+        self, columns: _Columns, tables: _Ints, token_ids: _Ints
+    ) -> dict[str, _Array]:
+        """Describe each token."""
+        rows = np.repeat(np.arange(len(columns.lens)), columns.lens)
+        positions = _ramps(columns.starts, columns.lens)
+        blocks, places = np.divmod(positions, self.sizes.block_size)
+        is_shared = blocks < columns.num_shared[rows]
+        owned = np.where(is_shared, self.sizes.dummy_block, tables[rows, blocks])
+        nowhere = self.sizes.dummy_block * self.sizes.block_size
+        size = self.padded.tokens
+        return {
+            "token_ids": self._by_kind(token_ids, size, 0),
+            "positions": self._by_kind(positions, size, 0),
+            "token_mask": self._by_kind(np.ones(len(rows), np.bool_), size, 0),
+            "kv_index": self._by_kind(
+                owned * self.sizes.block_size + places, size, nowhere
+            ),
+        }
+
+    def requests(self, columns: _Columns, tables: _Ints) -> dict[str, _Array]:
+        """Describe each row, of either kind."""
+        size = self.padded.decodes + self.padded.prefills
+        lack = self.padded.table_blocks - self.real.table_blocks
+        dummy = self.sizes.dummy_block
+        wide = np.pad(tables, ((0, 0), (0, lack)), constant_values=dummy)
+        return {
+            "block_tables": self._by_kind(wide, size, dummy),
+            "context_lens": self._by_kind(columns.ends, size, 0),
+        }
+
+    def decodes(self, columns: _Columns, rows: list[RowPlan]) -> dict[str, _Array]:
+        """Describe each decode row."""
+        dummy, size = self.sizes.dummy_slot, self.padded.decodes
+        targets = [row.snapshots[0].slot_id if row.snapshots else dummy for row in rows]
+        return {
+            "decode_slot_ids": _filled(columns.slots[: len(rows)], size, dummy),
+            "decode_snapshot_slot_ids": _filled(
+                np.array(targets, np.int64), size, dummy
+            ),
+        }
+
+    def prefills(self, columns: _Columns) -> dict[str, _Array]:
+        """Describe each prefill row; a padded one takes zero to the dummy slot."""
+        size, sizes = self.padded.prefills, self.sizes
+        starts, lens, slots, initial = (
+            column[self.real.decodes :]
+            for column in (
+                columns.starts,
+                columns.lens,
+                columns.slots,
+                columns.initial_slots,
+            )
+        )
+        return {
+            "cu_prefill_lens": _offsets(_filled(lens, size, 0)),
+            "prefill_starts": _filled(starts, size, 0),
+            "prefill_slot_ids": _filled(slots, size, sizes.dummy_slot),
+            "initial_slot_ids": _filled(initial, size, sizes.zero_slot),
+        }
+
+    def snapshots(
+        self, columns: _Columns, chunks: _Chunks, snapshots: _Snapshots
+    ) -> dict[str, _Array]:
+        """Describe each state to be stored; a padded one goes to the dummy slot."""
+        starts, lens = (
+            column[self.real.decodes :] for column in (columns.starts, columns.lens)
+        )
+        before = _offsets(lens)[snapshots.rows]
+        ends = before + snapshots.positions - starts[snapshots.rows]
+        numbers = chunks.ending_at(snapshots, self.sizes.scan_chunk_size)
+        size, dummy = self.padded.snapshots, self.sizes.dummy_slot
+        return {
+            "snapshot_rows": _filled(snapshots.rows, size, 0),
+            "snapshot_ends": _filled(ends, size, 0),
+            "snapshot_slot_ids": _filled(snapshots.slots, size, dummy),
+            "snapshot_scan_chunks": _filled(numbers, size, 0),
+        }
+
+    def scan_chunks(self, chunks: _Chunks) -> dict[str, _Array]:
+        """Describe each scan chunk; padded ones are empty parts of the last row.
+
+        A padded row so has chunks of its own, which hand zero on; and where no row is
+        padded, the last one's state passes through them unchanged.
+        """
+        size, rows = self.padded.scan_chunks, self.padded.prefills
+        return {
+            "cu_scan_chunks": _offsets(_filled(chunks.lens, size, 0)),
+            "scan_chunk_rows": _filled(chunks.rows, size, rows - 1),
+            "last_scan_chunks": _filled(chunks.last, rows, size - 1),
+        }
+
+    def draws(
+        self,
+        columns: _Columns,
+        drawing: _Ints,
+        sampling: list[SamplingParams],
+        all_logits: bool,
+    ) -> dict[str, _Array]:
+        """Describe each draw; a padded one is greedy, from the first logits."""
+        size = self.padded.draws
+        last_tokens = (np.cumsum(columns.lens) - 1)[drawing]
+        # Logits are those of real tokens, packed: only their source is shifted.
+        wanted = np.arange(self.real.tokens) if all_logits else last_tokens
+        source = last_tokens if all_logits else np.arange(len(drawing))
+        gap = self.padded.decodes - self.real.decodes
+        shifted = wanted + gap * (wanted >= self.real.decodes)
+        temperatures = np.array([s.temperature for s in sampling], np.float32)
+        seeds = np.array([s.seed or 0 for s in sampling], np.int64)
+        return {
+            "logit_index": _filled(shifted, self.padded.logits, 0),
+            "sample_index": _filled(source, size, 0),
+            "temperatures": _filled(temperatures, size, 0),
+            "seeds": _filled(seeds, size, 0),
+            "sample_positions": _filled(columns.ends[drawing], size, 0),
+        }
+
+    def _by_kind(self, values: _Array, size: int, fill: int) -> _Array:
+        """Place what belongs to decode rows first, the rest from their padded end."""
+        decodes, first = self.real.decodes, self.padded.decodes
+        placed = _filled(values[:decodes], size, fill)
+        placed[first : first + len(values) - decodes] = values[decodes:]
+        return placed
+
+
+def _token_ids(
+    rows: list[RowPlan], requests: Mapping[str, Request], count: int
+) -> _Ints:
+    slices = (requests[row.request_id].token_ids[row.start : row.end] for row in rows)
+    return np.fromiter(chain.from_iterable(slices), np.int64, count)
+
+
+def _sampling(
+    rows: list[RowPlan], requests: Mapping[str, Request]
+) -> list[SamplingParams]:
+    return [requests[row.request_id].sampling for row in rows if row.samples]
+
+
+def _filled(values: _Array, size: int, fill: int) -> _Array:
+    """Extend an array to a size."""
+    filled = np.full((size, *values.shape[1:]), fill, values.dtype)
+    filled[: len(values)] = values
+    return filled
+
+
+def _offsets(lens: _Ints) -> _Ints:
+    """Return where packed pieces begin, and the end."""
+    return np.concatenate(([0], np.cumsum(lens)))
+
+
+def _ramps(starts: _Ints, lens: _Ints) -> _Ints:
+    """Count up from each start, as many numbers as its length says."""
+    shift = starts - _offsets(lens)[:-1]
+    return np.arange(lens.sum()) + np.repeat(shift, lens)
+
+
+def _ceil_divide(values: _Ints, divisor: int) -> _Ints:
+    return -(-values // divisor)
+
+
+def _send(arrays: Mapping[str, _Array], device: torch.device) -> dict[str, Tensor]:
+    """Copy arrays to the device as one buffer, and return their views of it."""
+    lens = np.array([array.nbytes for array in arrays.values()])
+    begins = _offsets(_ceil_divide(lens, _ALIGNMENT) * _ALIGNMENT).tolist()
+    buffer = np.zeros(begins[-1], np.uint8)
+    for begin, array in zip(begins, arrays.values(), strict=False):
+        raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        buffer[begin : begin + array.nbytes] = raw
+    sent = torch.from_numpy(buffer).to(device)
+    return {
+        name: sent[begin : begin + array.nbytes]
+        .view(_DTYPES[array.dtype.name])
+        .view(array.shape)
+        for begin, (name, array) in zip(begins, arrays.items(), strict=False)
+    }
