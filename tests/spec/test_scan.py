@@ -189,8 +189,8 @@ def test_pieces_equal_the_whole(
         part = take(tokens, start, start + count)
         outputs.append(prefill(side, part, states, [row]))
         start += count
-    assert_consistent(side, "scan", torch.cat(outputs), whole)
-    assert_consistent(side, "scan_state", states[1], states[0])
+    assert_consistent(side, "scan", torch.cat(outputs), whole, pool_dtype)
+    assert_consistent(side, "scan_state", states[1], states[0], tokens.x.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
