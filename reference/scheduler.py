@@ -314,15 +314,18 @@ class Scheduler:
             raise PlanError(f"the plan computes {tokens} tokens; a step may {most}")
         if len({row.request_id for row in recorded.rows}) < len(recorded.rows):
             raise PlanError("the plan has two rows of one request")
-        for request_id in recorded.preempted:
-            self.preempt(self._find_running(request_id))
-        plan.preempted = list(recorded.preempted)
         plan.deferred = list(recorded.deferred)
         plan.blocked = recorded.blocked
-        for row in recorded.rows:
-            self._follow_row(row, plan)
+        # Each at the moment when a block was missing, so that the same is evicted.
+        victims = list(recorded.preempted)
+        for row in recorded.decode_rows:
+            self._follow_row(row, plan, victims)
+        while victims:
+            self._preempt_next(victims, plan)
+        for row in recorded.prefill_rows:
+            self._follow_row(row, plan, victims)
 
-    def _follow_row(self, row: RowPlan, plan: StepPlan) -> None:
+    def _follow_row(self, row: RowPlan, plan: StepPlan, victims: list[str]) -> None:
         request = self.suspect = self.find(row.request_id)
         length = len(request.token_ids)
         if not row.start < row.end <= length:
@@ -346,13 +349,18 @@ class Scheduler:
             )
         if row.kind is RowKind.PREFILL:
             plan.rows.append(self._prefill_row(request, plan, row.end))
-        elif self.cache.grow(request, plan):
-            plan.rows.append(self._decode_row(request, plan))
-        else:
-            raise PlanError(f"no block is left for {row.request_id!r} to decode")
+            return
+        while not self.cache.grow(request, plan):
+            if not victims:
+                raise PlanError(f"no block is left for {row.request_id!r} to decode")
+            self._preempt_next(victims, plan)
+        plan.rows.append(self._decode_row(request, plan))
 
-    def _find_running(self, request_id: str) -> Request:
+    def _preempt_next(self, victims: list[str], plan: StepPlan) -> None:
+        """Preempt the first of the requests that a recorded plan preempts."""
+        request_id = victims.pop(0)
         request = self.find(request_id)
         if request not in self.running:
             raise PlanError(f"{request_id!r} cannot be preempted: it is not running")
-        return request
+        self.preempt(request)
+        plan.preempted.append(request_id)
