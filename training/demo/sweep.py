@@ -4,7 +4,6 @@ The model is small enough that one run leaves most of a large GPU idle.
 """
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
+from keep import RECORD, best_of, keep_best
 from rich.console import Console
 from rich.table import Table
 
@@ -33,11 +33,6 @@ def start(
     command = [sys.executable, HERE / "train.py", data, out, *options, *rest]
     with out.with_suffix(".log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
-
-def best_of(record: dict[str, Any]) -> float:
-    """Return a run's lowest held-out score."""
-    return min(point["held_out"] for point in record["curve"])
 
 
 def report(records: list[dict[str, Any]]) -> None:
@@ -73,14 +68,8 @@ def main(
         for folder in folders:
             console.print(folder.with_suffix(".log").read_text()[-1500:], markup=False)
         done = [f for f, code in zip(folders, codes, strict=True) if code == 0]
-        records = [json.loads((f / "training_run.json").read_text()) for f in done]
-        report(records)
-        winner = min(range(len(done)), key=lambda index: best_of(records[index]))
-        shutil.copytree(done[winner], out, dirs_exist_ok=True)
-        others = [r for index, r in enumerate(records) if index != winner]
-        record = records[winner] | {"alternatives": others}
-        path = out / "training_run.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        report([json.loads((folder / RECORD).read_text()) for folder in done])
+        keep_best(done, out)
 
 
 if __name__ == "__main__":

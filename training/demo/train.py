@@ -26,10 +26,11 @@ from scan import replace_scan
 from scoring import ExpertLoad, HeldOut, bits_per_byte
 from transformers import AutoTokenizer, NemotronHForCausalLM, PreTrainedTokenizerFast
 
-# The step from which steps are timed, and the part of the time they may fill; the
-# rest is for scoring and saving.
+# The step from which steps are timed, the part of the time they may fill, and the
+# steps after which the schedule is fitted into the time again.
 TIMED_FROM = 20
-SHARE_OF_TIME = 0.85
+SHARE_OF_TIME = 0.97
+STEPS_BETWEEN_FITS = 50
 
 console = Console()
 
@@ -54,7 +55,7 @@ class Recipe:
 
 # What each kind of device trains unless told otherwise.
 RECIPES = {
-    "cuda": Recipe("demo", 24, 16, 1024, 0.3, steps_between_scores=250),
+    "cuda": Recipe("demo", 45, 16, 1024, 0.25, steps_between_scores=250),
     "cpu": Recipe("small", 5, 8, 256, 0.1, steps_between_scores=1000),
 }
 
@@ -151,7 +152,7 @@ class Run:
         add_dropout(self.model, recipe.dropout)
         self.optimizer = optimizer_for(self.model, recipe)
         per_step = recipe.batch * (recipe.window + 1)
-        self.steps = round(recipe.epochs * len(self.ids) / per_step)
+        self.planned = self.steps = round(recipe.epochs * len(self.ids) / per_step)
         self.curve: list[dict[str, float]] = []
         self.best = math.inf
         self.started = time.monotonic()
@@ -170,7 +171,7 @@ class Run:
                 step += 1
                 if step == TIMED_FROM:
                     self.timed_from = self._seconds()
-                if step == self.recipe.warmup:
+                if step >= self.recipe.warmup and step % STEPS_BETWEEN_FITS == 0:
                     self._fit_into_time(step)
                 every = self.recipe.steps_between_scores
                 out_of_time = time.monotonic() - self.started > self.minutes * 60
@@ -198,13 +199,14 @@ class Run:
         return loss.detach()
 
     def _fit_into_time(self, step: int) -> None:
-        """Shorten the schedule to what the time allows, so that it ends annealed."""
+        """Shorten the schedule to what the time allows, so that it ends annealed.
+
+        What a step has taken so far includes its part of scoring and saving.
+        """
         now = self._seconds()
         per_step = (now - self.timed_from) / (step - TIMED_FROM)
-        left = SHARE_OF_TIME * (self.minutes * 60 - now)
-        affordable = step + int(left / per_step)
-        console.print(f"{per_step * 1000:.0f} ms a step, {affordable} steps fit")
-        self.steps = min(self.steps, affordable)
+        left = max(SHARE_OF_TIME * self.minutes * 60 - now, 0.0)
+        self.steps = min(self.planned, step + int(left / per_step))
 
     def _seconds(self) -> float:
         """Return the seconds since the start, with all queued work done."""
@@ -224,6 +226,10 @@ class Run:
             self.best = score
             save(self.model, rounded(self.model), self.tokenizer, self.out)
         self._write_record()
+        console.print(
+            f"step {step} of {self.steps}, {self._seconds():.0f} s: "
+            f"train {train_loss:.3f}, held out {score:.4f}"
+        )
 
     def _write_record(self) -> None:
         """Write what the model card is made from."""
