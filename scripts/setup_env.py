@@ -6,7 +6,8 @@
 checker. A second call returns at once while the requirement files are unchanged.
 PyTorch is not pinned with the rest: where the Python found has a new enough one, the
 environment uses that, whatever accelerator it was built for; elsewhere one is
-installed. Nothing outside the checkout is written.
+installed. The same holds for triton, where that torch brings it. Nothing outside the
+checkout is written.
 
 Only the standard library is used, in a form that an older Python 3 can still
 run, to say that it is too old.
@@ -26,28 +27,41 @@ TORCH_PIN = "torch==2.13.0"
 TORCH_OLDEST = (2, 11)
 PYTHONS = ((3, 11), (3, 12))
 
-#: Requirement files of each level, in the order in which levels build on each other.
+#: Requirement files that each level adds to those before it.
 LEVELS = {
     "run": ("run.txt",),
-    "dev": ("run.txt", "dev.txt"),
-    "types": ("run.txt", "dev.txt", "types.txt"),
+    "dev": ("dev.txt", "triton.txt", "oracles.txt"),
+    "types": ("types.txt",),
 }
 #: Megabytes that each file's packages take as downloads (Linux x86-64).
-SIZES_MB = {"run.txt": 54, "dev.txt": 23, "types.txt": 65}
+SIZES_MB = {
+    "run.txt": 54,
+    "dev.txt": 23,
+    "triton.txt": 188,
+    "oracles.txt": 1,
+    "types.txt": 65,
+}
 TORCH_SIZE = (
     "about 190 MB as a build for the CPU alone, or several GB as a build with CUDA "
     "libraries, whichever the package index gives this platform by default (the "
     "variables PIP_INDEX_URL and PIP_EXTRA_INDEX_URL choose another index)"
 )
 
-#: Run by a candidate interpreter: its version, and its torch if it has one.
+#: What the build of mamba-ssm reads: compile no kernels, fetch none that are compiled.
+PURE_PYTHON = {"MAMBA_SKIP_CUDA_BUILD": "TRUE", "MAMBA_FORCE_BUILD": "TRUE"}
+
+#: Run by a candidate interpreter: its version, its torch if it has one, and whether a
+#: triton came with that, as it does with builds for an accelerator.
 PROBE = """
-import json, pathlib, sys
+import importlib.util, json, pathlib, sys
 found = {"python": list(sys.version_info[:2]), "torch": None, "folder": None}
+found["triton"] = False
 try:
     import torch
     found["torch"] = torch.__version__
     found["folder"] = str(pathlib.Path(torch.__file__).parents[1])
+    kinds = (getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
+    found["triton"] = any(kinds) and importlib.util.find_spec("triton") is not None
 except Exception:
     pass
 print(json.dumps(found))
@@ -126,11 +140,18 @@ def create():
         link.write_text(found["folder"] + "\n", encoding="utf-8")
 
 
+def levels_up_to(level):
+    """List a level and those that it builds on, in order."""
+    names = list(LEVELS)
+    return names[: names.index(level) + 1]
+
+
 def digest(level):
     """Hash what a level is made from."""
     taken = hashlib.sha256(TORCH_PIN.encode())
-    for name in LEVELS[level]:
-        taken.update((ROOT / "requirements" / name).read_bytes())
+    for below in levels_up_to(level):
+        for name in LEVELS[below]:
+            taken.update((ROOT / "requirements" / name).read_bytes())
     return taken.hexdigest()
 
 
@@ -149,7 +170,10 @@ def is_complete(level):
 
 def install(level):
     """Install a level's packages, and torch where there is none."""
-    missing = [name for name in LEVELS[level] if not is_complete(Path(name).stem)]
+    levels = levels_up_to(level)
+    missing = [
+        name for part in levels if not is_complete(part) for name in LEVELS[part]
+    ]
     size = sum(SIZES_MB[name] for name in missing)
     present = probe(venv_python())
     packages = []
@@ -159,12 +183,36 @@ def install(level):
     else:
         packages.append(TORCH_PIN)
         print(f"Installing {TORCH_PIN}: {TORCH_SIZE}.", flush=True)
-    for name in LEVELS[level]:
-        packages += ["-r", str(ROOT / "requirements" / name)]
+    for part in levels:
+        packages += ["-r", str(ROOT / "requirements" / f"{part}.txt")]
+    run_pip(packages)
+    if "dev" in levels:
+        install_oracles()
+
+
+def install_oracles():
+    """Install what tests compare with, built by the torch that is there by now.
+
+    Without dependencies: those that the oracles need are in the other files, and the
+    rest would be a compiler of kernels that no test calls.
+    """
+    options = ["--no-deps", "--no-build-isolation", "--no-binary", "mamba-ssm"]
+    present = probe(venv_python())
+    if present and present["triton"]:
+        print("Using the triton that came with torch.", flush=True)
+    else:
+        options += ["-r", str(ROOT / "requirements" / "triton.txt")]
+    options += ["-r", str(ROOT / "requirements" / "oracles.txt")]
+    run_pip(options, PURE_PYTHON)
+
+
+def run_pip(arguments, settings=None):
+    """Install into the environment, with more environment variables set."""
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     command = [str(venv_python()), "-m", "pip", "install", *quiet]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check"]
-    if subprocess.run(command + packages).returncode:
+    variables = {**os.environ, **(settings or {})}
+    if subprocess.run(command + arguments, env=variables).returncode:
         sys.exit("The packages could not be installed; see the messages above.")
 
 
@@ -178,10 +226,8 @@ def main():
     if not is_usable():
         create()
     install(level)
-    for name in LEVELS:
+    for name in levels_up_to(level):
         stamp(name).write_text(digest(name), encoding="utf-8")
-        if name == level:
-            break
 
 
 if __name__ == "__main__":
