@@ -136,7 +136,13 @@ class Scheduler:
 
     def run_alone(self, plan: StepPlan) -> None:
         """Run each request of a failed plan in steps of its own, to find the fault."""
-        self.solo = [(self.find(row.request_id), row.end) for row in plan.rows]
+        ends = {row.request_id: row.end for row in plan.rows}
+        # Some may have finished in the step.
+        self.solo = [
+            (request, ends[request.request_id])
+            for request in (*self.running, *self.waiting)
+            if request.request_id in ends
+        ]
 
     def ran_alone(self, plan: StepPlan) -> Request | None:
         """Return the request that a plan ran alone since a step with it had failed."""
