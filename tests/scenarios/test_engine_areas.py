@@ -12,7 +12,7 @@ from array import array
 
 import pytest
 
-from lockstep.blocks import ROOT_HASH, hash_block
+from lockstep.blocks import ROOT_HASH, BlockHash, hash_block
 from lockstep.errors import OutOfBlocksError
 from lockstep.plan import RowKind, SkipLimit
 from tests.engines import Run, greedy, make_engine
@@ -282,6 +282,8 @@ def test_parents_outlive_their_children(side: str) -> None:
     """Under any trace of chains, what is evicted is the end of a chain."""
     source = random.Random(3)
     pool = part(side, "BlockPool")(12, "lru")
+    parent_of: dict[BlockHash, BlockHash] = {}
+    num_evicted = 0
     for _ in range(300):
         chain = [source.randrange(3) for _ in range(source.randrange(1, 6))]
         hashes = hash_blocks([token for token in chain for _ in range(4)], 4)
@@ -299,9 +301,11 @@ def test_parents_outlive_their_children(side: str) -> None:
         pool.check_integrity([table])
         pool.release(table)
         pool.check_integrity([])
-        by_block = pool.export_state()
-        assert all(p in by_block.hashes for p in by_block.parents.values())
-    assert pool.num_evictable == 12
+        parent_of |= zip(hashes[1:], hashes[:-1], strict=True)
+        num_evicted += len(taken.evicted)
+        cached = set(pool.export_state().hashes.values())
+        assert all(parent_of.get(each, each) in cached for each in cached)
+    assert num_evicted > 100 and pool.num_evictable == 12
 
 
 # Order of work.

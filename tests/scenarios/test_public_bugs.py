@@ -160,6 +160,9 @@ def test_each_mamba_layer_has_a_state_of_its_own(side: str) -> None:
     assert not any(torch.equal(layers[i], layers[i + 1]) for i in (0, 1, 3, 4))
     again = ask(engine, branch(text(32), 45, seed=1), greedy(6))
     assert again.cache.num_skipped_tokens == 32
+    # A state copied while decoding, too.
+    history = chat_turn(engine, [], text(20, seed=2))
+    assert ask(engine, [*history, 1]).cache.num_skipped_tokens == 32
 
 
 @pytest.mark.parametrize("suffix", [1, 2, 3])
@@ -235,8 +238,8 @@ def test_matches_are_absolute_in_every_slice(side: str) -> None:
     assert slices_of(run, outputs[0].request_id) == [(80, 90)]
 
 
-@pytest.mark.parametrize("budget", [10, 23, 37, 50])
-def test_a_budget_off_the_grid_still_hits(side: str, budget: int) -> None:
+@pytest.mark.parametrize(("budget", "inside"), [(10, 32), (23, 32), (37, 32), (50, 0)])
+def test_a_budget_off_the_grid_still_hits(side: str, budget: int, inside: int) -> None:
     """Slices end on boundaries where they can, so a second time is cheap."""
     engine = make_engine(MODEL, side, max_tokens_per_step=budget)
     prompt = text(60)
@@ -244,6 +247,9 @@ def test_a_budget_off_the_grid_still_hits(side: str, budget: int) -> None:
     again = ask(engine, prompt)
     assert again.cache.num_skipped_tokens == 48
     assert again.cache.limit is SkipLimit.ALL_MATCHED
+    # So is a prompt that has in common what the first slices computed.
+    shorter = ask(engine, branch(prompt[:40], 45, seed=1))
+    assert shorter.cache.num_skipped_tokens == inside
 
 
 def test_the_cache_survives_idle_steps(side: str) -> None:
