@@ -220,13 +220,17 @@ def test_decode_snapshots(side: str, name: str) -> None:
     tokens, runner = some_tokens(BLOCK + 5), Runner.make(side, model_config(name))
     whole = runner.whole(tokens, slot=3, first_block=12)
     snapshot = runner.sizes.first_snapshot_slot + 2
-    runner.forward([], [runner.row(tokens, 0, BLOCK - 1, slot=1)])
-    last = runner.row(tokens, BLOCK - 1, BLOCK, slot=1)
+    rows = {1: tokens, 0: some_tokens(BLOCK + 5, seed=1)}
+    fills = [runner.row(t, 0, BLOCK - 1, slot, 6 * slot) for slot, t in rows.items()]
+    runner.forward([], fills)
+    last, other = (
+        runner.row(t, BLOCK - 1, BLOCK, slot, 6 * slot) for slot, t in rows.items()
+    )
     last.snapshots = [(BLOCK, snapshot)]
-    runner.forward([last])
+    runner.forward([other, last])
     # The live slot moves on; the snapshot does not.
-    runner.forward([runner.row(tokens, BLOCK, BLOCK + 1, slot=1)])
-    resumed = Row(BLOCK, tokens[BLOCK:], 2, snapshot, [0, 9])
+    runner.forward([runner.row(tokens, BLOCK, BLOCK + 1, 1, 6)])
+    resumed = Row(BLOCK, tokens[BLOCK:], 2, snapshot, [6, 18])
     logits = runner.forward([], [resumed])
     assert_consistent(side, "model", logits, whole[BLOCK:])
 

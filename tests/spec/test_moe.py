@@ -128,6 +128,16 @@ def test_ties_go_to_the_lowest_id(side: str, data: st.DataObject, name: str) -> 
     assert ids.tolist() == [list(expected[0])]
 
 
+def test_many_ties(side: str) -> None:
+    """The rule holds where sorting algorithms change: among hundreds of experts."""
+    config = replace(MOE, num_experts=320, top_k=8)
+    router, correction = torch.zeros(320, HIDDEN), torch.zeros(320)
+    correction[100::3] = 1.0
+    hidden, mask = randn(3, HIDDEN), torch.ones(3, dtype=torch.bool)
+    ids, _ = load(side, "moe").route(hidden, router, correction, config, mask)
+    assert_equal(ids, torch.arange(100, 124, 3).expand(3, -1))
+
+
 def test_padding_visits_no_expert(side: str) -> None:
     """Masked tokens get -1 and weight zero, and change nobody else."""
     hidden = randn(5, HIDDEN)
