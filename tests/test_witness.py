@@ -9,6 +9,7 @@ least a hundred times the tolerance.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ from torch import Tensor
 
 from lockstep import LLM, EngineConfig, RandomWeights
 from lockstep.blocks import BlockHash, extend_hashes
+from tests import witness
 from tests.checkpoints import save
 from tests.engines import greedy, make_engine
 from tests.factories import MODEL_NAMES, model_config
 from tests.test_transformers import VARIANTS
-from tests.tolerances import TRANSFORMERS_LOGPROBS
+from tests.tolerances import TRANSFORMERS_LOGPROBS, WITNESS_FACTOR
 
 #: Least effect of a fault.
-VISIBLE = 100 * TRANSFORMERS_LOGPROBS
+VISIBLE = WITNESS_FACTOR * TRANSFORMERS_LOGPROBS
 #: Tokens restored; the prompt goes on a little.
 RESTORED, LENGTH = 32, 40
 
@@ -76,14 +78,21 @@ def faults_of(engine: Any, prompt: list[int]) -> Iterator[Fault]:
                     f"{kind} of layer {layer} early",
                     lambda s=state, o=old[layer]: s.copy_(o),
                 )
-            if len(pool) > 1:
-                swapped = pool.flip(0)
-                yield f"{kind} exchanged", lambda p=pool, s=swapped: p.copy_(s)
+            for pair in combinations(range(len(pool)), 2):
+                swapped = pool[[*reversed(pair)]]
+                yield (
+                    f"{kind} of layers {pair} exchanged",
+                    lambda p=pool, i=[*pair], s=swapped: p.index_copy_(
+                        0, torch.tensor(i), s
+                    ),
+                )
     if engine.model_config.num_attention_layers:
         owners = engine.blocks.export_state().hashes
         for number, block_hash in enumerate(hashes):
             block = next(b for b, h in owners.items() if h == block_hash)
-            yield f"block {number} blanked", caches.kv[:, :, block].zero_
+            for layer, kv in enumerate(caches.kv.unbind(1)):
+                name = f"block {number} of layer {layer} blanked"
+                yield name, kv[:, block].zero_
 
 
 def assert_sees_all(engine: Any) -> None:
@@ -107,6 +116,12 @@ def assert_sees_all(engine: Any) -> None:
 def test_engine_models(name: str) -> None:
     """The models on which engines are tested."""
     assert_sees_all(make_engine(model_config(name), debug=()))
+
+
+@pytest.mark.parametrize("name", witness.MODEL_NAMES)
+def test_models_of_random_traces(name: str) -> None:
+    """Those that random traces run on."""
+    assert_sees_all(make_engine(witness.model_config(name), debug=()))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
