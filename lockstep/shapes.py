@@ -28,6 +28,8 @@ from torch import Tensor
 # Activations, token-major.
 Hidden = Float[Tensor, "tokens hidden"]
 Features = Float[Tensor, "tokens features"]
+Inputs = Float[Tensor, "tokens inputs"]
+Outputs = Float[Tensor, "tokens outputs"]
 Queries = Float[Tensor, "tokens heads head_dim"]
 Keys = Float[Tensor, "tokens kv_heads head_dim"]
 ConvInputs = Float[Tensor, "tokens channels"]

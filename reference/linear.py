@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from lockstep.shapes import Bias, Features, Hidden, Weight
+from lockstep.shapes import Bias, Inputs, Outputs, Weight
 
 
-def linear(inputs: Hidden, weight: Weight, bias: Bias | None) -> Features:
+def linear(inputs: Inputs, weight: Weight, bias: Bias | None) -> Outputs:
     """Multiply each token's features by a matrix, and add a bias.
 
     A product of many rows adds up in another order than a product of one, so a token's

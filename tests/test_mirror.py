@@ -11,7 +11,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Modules that one side has alone, each with the reason.
-ONLY: dict[str, dict[str, str]] = {"reference": {}, "optimized": {}}
+ONLY: dict[str, dict[str, str]] = {
+    "reference": {
+        "rows.py": "plain numbers for loops; the optimized side never reads these "
+        "arrays on the host"
+    },
+    "optimized": {},
+}
 
 #: Modules of the reference whose twin is still to come; empty when the mirror is whole.
 PENDING = {
@@ -24,7 +30,6 @@ PENDING = {
     "moe.py",
     "norm.py",
     "prefix_cache.py",
-    "rows.py",
     "sampler.py",
     "scheduler.py",
     "snapshots.py",
