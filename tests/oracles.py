@@ -1,7 +1,7 @@
 """What is right, computed another way: closed forms and brute force in float64.
 
 Nothing here shares code with either side. Third-party implementations are used by the
-tests themselves, straight from `transformers`.
+tests themselves, straight from `transformers` and `mamba_ssm`.
 """
 
 from __future__ import annotations

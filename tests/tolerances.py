@@ -40,6 +40,10 @@ BUDGETS = {
     "route": 3.0,  # 1.3
     "scan": 4.0,  # 1.6
     "scan_state": 3.0,  # 1.3
+    # Resumed, with time steps held down: one head of three then takes 40 tokens to
+    # forget, has the largest state by far, and the roundings of all those steps.
+    "slow_scan": 6.0,  # 2.7
+    "slow_scan_state": 6.0,  # 3.0
     # The optimized side: chunks of up to 256 tokens, slices of up to 517, decays so
     # slow that nothing is forgotten. A float32 loop over tokens errs by 8.1 there.
     "chunk_scan": 8.0,  # 3.8
