@@ -228,6 +228,9 @@ class Scheduler:
             plan.rows.append(self._decode_row(request, plan))
 
     def _why_blocked(self, plan: StepPlan) -> str:
+        """Say what keeps the queue from moving in this step; empty if nothing does."""
+        if plan.preempted:
+            return "a request was preempted: there are too few blocks"
         if self._has_cut(plan):
             return "a prompt was cut; its rest comes first"
         if len(self.running) == self.sizes.max_requests:
@@ -260,6 +263,18 @@ class Scheduler:
     def _admit(
         self, request: Request, plan: StepPlan, recorded: RowPlan | None = None
     ) -> bool:
+        """Move a request from the queue to the running ones, if its memory can be had.
+
+        It takes part in this step already, with the first slice of its prompt.
+
+        Args:
+            request: A waiting request.
+            plan: Takes its row, and what was evicted for it.
+            recorded: Its row in a plan to replay, which fixes skip and slice.
+
+        Returns:
+            Whether it was admitted; if not, nothing has changed.
+        """
         self.suspect = request
         skip = None if recorded is None else recorded.start
         if not self.cache.admit(request, plan, skip):
@@ -279,6 +294,7 @@ class Scheduler:
         return True
 
     def _decode_row(self, request: Request, plan: StepPlan) -> RowPlan:
+        """Plan one new token, and keep the state if that completes a block."""
         end = request.num_computed + 1
         snapshots = self.cache.reserve_decode_snapshot(request, end, plan)
         row = self._row(request, RowKind.DECODE, end, samples=True)
@@ -288,6 +304,10 @@ class Scheduler:
     def _prefill_row(
         self, request: Request, plan: StepPlan, end: int | None = None
     ) -> RowPlan:
+        """Plan the next slice of a prompt, and the states to keep within it.
+
+        The slice that reaches the end of the prompt gives the next token.
+        """
         start, length = request.num_computed, request.prefill_end
         if end is None:
             budget = self._budget(plan)
@@ -297,6 +317,7 @@ class Scheduler:
         return row
 
     def _row(self, request: Request, kind: RowKind, end: int, samples: bool) -> RowPlan:
+        """Write down what a request needs and holds for its next tokens."""
         assert request.slot_id is not None
         return RowPlan(
             request_id=request.request_id,
@@ -311,6 +332,7 @@ class Scheduler:
         )
 
     def _budget(self, plan: StepPlan) -> int:
+        """Count the tokens that this step may still compute."""
         return self.sizes.max_tokens_per_step - plan.shape.tokens
 
     def _follow(self, recorded: StepPlan, plan: StepPlan) -> None:
@@ -332,6 +354,13 @@ class Scheduler:
             self._follow_row(row, plan, victims)
 
     def _follow_row(self, row: RowPlan, plan: StepPlan, victims: list[str]) -> None:
+        """Replay one row; refuse it if this engine cannot do just the same.
+
+        Args:
+            row: The recorded row.
+            plan: Takes the row as it is here, with this engine's blocks and slots.
+            victims: Requests that the recorded step preempted and that still run here.
+        """
         request = self.suspect = self.find(row.request_id)
         length = len(request.token_ids)
         if not row.start < row.end <= length:
