@@ -309,6 +309,7 @@ class Engine:
     def _run(
         self, recorded: StepPlan | None, tokens: Mapping[str, int], record: StepRecord
     ) -> None:
+        """Carry out the six phases; any of them may raise."""
         record.plan = plan = self.scheduler.plan(recorded)
         record.shape = record.padded_shape = plan.shape
         if not plan.rows:
@@ -321,14 +322,21 @@ class Engine:
         self.scheduler.clear_suspicion()
 
     def _prepare(self, plan: StepPlan) -> BatchMetadata:
+        """Lay the plan out as index arrays on the device."""
         requests = {row.request_id: self._find(row) for row in plan.rows}
         return self.metadata.build(plan, requests, self.engine_config.record_logprobs)
 
     def _forward(self, batch: BatchMetadata) -> Tensor:
+        """Run the model over all rows.
+
+        Live slots and K/V blocks move on as it goes, so a failure in here leaves them
+        half written: `_recover` sends every running request back.
+        """
         with torch.inference_mode():
             return self.model.forward(batch, self.caches)
 
     def _commit(self, plan: StepPlan, record: StepRecord) -> None:
+        """Publish what the forward pass has computed: from here on it can be found."""
         now = self.scheduler.commit(plan)
         record.registered_blocks, record.stored_states = now
 
@@ -340,6 +348,18 @@ class Engine:
         forced: Mapping[str, int],
         record: StepRecord,
     ) -> None:
+        """Draw a token for every row that reached the end of what it had to compute.
+
+        A row in the middle of its prompt may have logits, but nothing is drawn from
+        them.
+
+        Args:
+            batch: The step's arrays.
+            plan: The step's rows.
+            logits: One row for every token wanted.
+            forced: Tokens to use instead of those drawn.
+            record: Takes tokens and log-probabilities.
+        """
         rows = [row for row in plan.decode_rows + plan.prefill_rows if row.samples]
         if self.engine_config.record_logprobs:
             record.logprobs = self._split_logprobs(plan, logits)
@@ -355,6 +375,11 @@ class Engine:
         self._report_logprobs(rows, logits, record)
 
     def _update(self, plan: StepPlan, record: StepRecord) -> None:
+        """Append the tokens and end the requests that are done.
+
+        Appending and judging stand together: a failure between two requests leaves none
+        with a token too many.
+        """
         for row in plan.rows:
             if not row.samples:
                 continue
@@ -374,9 +399,11 @@ class Engine:
     # What the phases lean on.
 
     def _find(self, row: RowPlan) -> Request:
+        """Find the request of a row."""
         return self.scheduler.find(row.request_id)
 
     def _request_ids(self) -> list[str]:
+        """Name every request in flight."""
         everyone = (*self.scheduler.running, *self.scheduler.waiting)
         return [request.request_id for request in everyone]
 
@@ -391,6 +418,7 @@ class Engine:
     def _finish(
         self, request: Request, reason: FinishReason, error: str = ""
     ) -> RequestOutput:
+        """End a request, free all it holds, and sum it up."""
         request.finish_reason = reason
         request.error = error
         self.scheduler.remove(request)
@@ -411,6 +439,7 @@ class Engine:
         return max((each for each in found if each is not None), default=None)
 
     def _split_logprobs(self, plan: StepPlan, logits: Tensor) -> dict[str, Tensor]:
+        """Give each row the log-probabilities of the positions that it computed."""
         logprobs = self.components.log_probabilities(logits)
         rows = plan.decode_rows + plan.prefill_rows
         parts = logprobs.split([row.num_tokens for row in rows])
@@ -461,6 +490,7 @@ class Engine:
         return suspect is not None or bool(record.rows)
 
     def _finish_aborted(self, record: StepRecord) -> None:
+        """End the requests that were aborted while the step ran."""
         for request_id in self._request_ids():
             request = self.scheduler.find(request_id)
             if request.abort_requested:
@@ -470,18 +500,21 @@ class Engine:
     # Checks, when asked for.
 
     def _checksums(self) -> dict[ContentKey, int]:
+        """Take checksums of all that is shared, if asked for."""
         if "checksums" not in self.engine_config.debug:
             return {}
         blocks, slots = self.blocks.export_state(), self.slots.export_state()
         return checksum_shared(self.caches, blocks.hashes, slots.stored)
 
     def _check_after_step(self, before: dict[ContentKey, int]) -> None:
+        """Run the checks that were asked for."""
         compare_checksums(before, self._checksums())
         if "integrity" in self.engine_config.debug:
             self.check_integrity()
         self._poison()
 
     def _poison(self) -> None:
+        """Fill free blocks and slots with NaN, if asked for."""
         if "poison" in self.engine_config.debug:
             blocks, slots = self.blocks.export_state(), self.slots.export_state()
             free = slots.free_live + slots.free_snapshots

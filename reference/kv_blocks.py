@@ -224,6 +224,7 @@ class BlockPool:
         self._check_chains()
 
     def _check_chains(self) -> None:
+        """Check hashes and parents: every cached prefix has its beginning."""
         _require(
             self.by_hash == {value: block for block, value in self.hashes.items()},
             "the two hash maps are not inverse to each other",
@@ -243,6 +244,10 @@ class BlockPool:
             )
 
     def _evict_one(self) -> BlockHash:
+        """Give up the cached block that was let go longest ago among those on top.
+
+        Ties go to the lowest id, so that both sides agree.
+        """
         covered = set(self.parents.values())
         leaves = [
             block
@@ -254,6 +259,7 @@ class BlockPool:
         )
 
     def _forget(self, block: int) -> BlockHash:
+        """Take a block out of the cache; it is free then."""
         block_hash = self.hashes.pop(block)
         del self.by_hash[block_hash]
         self.parents.pop(block, None)

@@ -207,9 +207,11 @@ class MetadataBuilder:
         }
 
     def _ints(self, values: list[int]) -> Tensor:
+        """Put integers onto the device."""
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _tables(self, rows: list[RowPlan]) -> Tensor:
+        """Lay block tables side by side, dummy block after the last of each."""
         width = max(len(row.block_table) for row in rows)
         dummy = [self.sizes.dummy_block] * width
         tables = [(row.block_table + dummy)[:width] for row in rows]

@@ -214,6 +214,11 @@ class PrefixCache:
         self.slots.reset()
 
     def _report(self, length: int, match: Match, forced: int | None) -> CacheReport:
+        """Decide what to skip, or check what a recorded plan skipped.
+
+        A replay may skip less than this cache could, but only to a position from which
+        this engine can go on.
+        """
         if not self.enabled:
             return CacheReport(
                 limit=SkipLimit.CACHING_OFF, reason="prefix caching is off"
@@ -234,6 +239,7 @@ class PrefixCache:
         return replace(report, num_skipped_tokens=forced)
 
     def _state_slot(self, request: Request, position: int) -> int | None:
+        """Find the stored state to start from; none at the first token."""
         if not self.needs_state or position == 0:
             return None
         block_hash = request.hashes[position // self.sizes.block_size - 1]
@@ -259,20 +265,27 @@ class PrefixCache:
         return None
 
     def _keeps_states(self) -> bool:
+        """Say whether states are worth storing in this engine."""
         return self.enabled and self.needs_state
 
     def _allocate(self, count: int, plan: StepPlan) -> list[int]:
+        """Take blocks; whatever is evicted for them takes its state along.
+
+        A state is of no use without the K/V before it.
+        """
         allocation = self.blocks.allocate(count)
         plan.evicted_blocks += allocation.evicted
         plan.evicted_states += self._drop_states(allocation.evicted)
         return allocation.block_ids
 
     def _drop_states(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
+        """Forget the states of lost blocks; returns those that had one."""
         return [key for key in block_hashes if self.slots.drop(key)]
 
     def _reserve(
         self, request: Request, position: int, plan: StepPlan
     ) -> SnapshotPlan | None:
+        """Reserve a slot for the state at one block boundary, if there is one."""
         if not self._keeps_states():
             return None
         block_hash = request.hashes[position // self.sizes.block_size - 1]
@@ -284,6 +297,11 @@ class PrefixCache:
         return SnapshotPlan(position, reservation.slot_id, block_hash)
 
     def _register(self, request: Request, end: int) -> list[BlockHash]:
+        """Make the blocks known that are complete at ``end``, in order.
+
+        The first that is refused ends it: another request computed the same tokens at
+        the same time, and this one goes on with blocks of its own.
+        """
         request.update_hashes(self.sizes.block_size)
         known: list[BlockHash] = []
         for index in range(request.num_registered_blocks, end // self.sizes.block_size):

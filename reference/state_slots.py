@@ -201,11 +201,13 @@ class StateSlots:
             raise IntegrityError(f"slots {orphans} hold states of blocks not cached")
 
     def _least_recently_used(self) -> BlockHash | None:
+        """Find the stored state that was used longest ago and that no row reads."""
         unpinned = [key for key, slot in self.stored.items() if slot not in self.pins]
         return min(
             unpinned, key=lambda key: self.last_use[self.stored[key]], default=None
         )
 
     def _touch(self, slot_id: int) -> None:
+        """Note that a stored state was used now."""
         self.clock += 1
         self.last_use[slot_id] = self.clock
