@@ -1,8 +1,19 @@
 """What the model sees of a step: the arrays that metadata makes from a plan.
 
-Every count stands twice, real and padded; on the reference side they are equal. Tokens
-are laid out decode rows first: token ``i < padded_shape.decode_requests`` belongs to
-decode row ``i``, and prefill tokens follow, row after row.
+Every count stands twice, real and padded; on the reference side they are equal. Where
+padding stands, and what it holds, is part of the layout:
+
+* Arrays by token and by row hold decode rows first: token ``i`` and row ``i`` below
+  ``padded_shape.decode_requests`` belong to decode row ``i``, and prefill follows, row
+  after row. So prefill begins at the *padded* number of decode rows.
+* In all other arrays the real entries come first and padding follows.
+* A padded token writes the dummy block and visits no expert; a padded row has no tokens
+  and no context, starts from the zero slot and writes the dummy slot; a padded scan
+  chunk is empty and belongs to the last padded row; a padded snapshot is taken at
+  prefill offset 0 and goes to the dummy slot.
+* A row of a plan has at least one token, so a real row has at least one scan chunk.
+* At most ``tokens // scan_chunk_size + 2 * prefill_requests`` scan chunks and
+  ``3 * prefill_requests`` snapshots arise from a step.
 """
 
 from __future__ import annotations
@@ -33,19 +44,21 @@ from lockstep.shapes import (
 class BatchMetadata:
     """Index arrays of one step, on the device.
 
-    Where a padded entry exists it is harmless by value: dummy block, dummy slot, length
-    zero. *Prefill offsets* count from the first prefill token of the batch.
+    *Prefill offsets* count from the first prefill token of the batch.
 
     Attributes:
         shape: Real size of the batch.
         padded_shape: Size of the arrays.
         num_snapshots: Real count of states to store during prefill.
+        num_logits: Real count of tokens whose logits are wanted.
+        num_samples: Real count of tokens to draw.
         token_ids: Tokens to compute.
         positions: Absolute position of each token.
         token_mask: Which tokens are real.
         kv_index: Where each token's K/V goes: ``block_id * block_size + offset``; in
             the dummy block for padding and for tokens of shared blocks.
-        block_tables: Blocks of each row, dummy block after the last.
+        block_tables: Blocks of each row, dummy block after the last; as wide as the
+            longest, or wider.
         context_lens: Tokens that the row's last token attends to, itself included.
         decode_slot_ids: Live slot of each decode row, read and written.
         decode_snapshot_slot_ids: Slot that takes a decode row's state after the step;
@@ -73,6 +86,8 @@ class BatchMetadata:
     shape: BatchShape
     padded_shape: BatchShape
     num_snapshots: int
+    num_logits: int
+    num_samples: int
     token_ids: TokenIds
     positions: TokenIds
     token_mask: TokenMask

@@ -41,6 +41,7 @@ class StateSlotsState:
         stored: Slot of each stored state, by the hash of the block it follows.
         last_use: When each stored state was last stored or restored.
         clock: Count of such moments.
+        replaceable: Stored states that the request which stored them may replace.
     """
 
     free_live: list[int] = field(default_factory=list[int])
@@ -48,3 +49,4 @@ class StateSlotsState:
     stored: dict[BlockHash, int] = field(default_factory=dict[BlockHash, int])
     last_use: dict[int, int] = field(default_factory=dict[int, int])
     clock: int = 0
+    replaceable: set[BlockHash] = field(default_factory=set[BlockHash])

@@ -105,22 +105,24 @@ class BlockPool:
 
     def register(
         self, block_id: int, block_hash: BlockHash, parent_id: int | None
-    ) -> bool:
+    ) -> int:
         """Make a held block known by its hash, and count it as its parent's child."""
-        if self._hashes[block_id] == block_hash:
-            return True
-        if block_hash in self._by_hash:
-            return False
-        if parent_id is not None:
-            if not self._is_known[parent_id]:
-                return False
-            self._parents[block_id] = parent_id
-            self._num_children[parent_id] += 1
-        self._hashes[block_id] = block_hash
-        self._is_known[block_id] = True
-        self._by_hash[block_hash] = block_id
-        self._last_use[block_id] = self._clock
-        return True
+        known = self._by_hash.get(block_hash, block_id)
+        if known != block_id:
+            self.pin([known])
+            self.unpin([block_id])
+            self._push(np.array([block_id]))
+        elif not self._is_known[block_id]:
+            if parent_id is not None:
+                is_known = bool(self._is_known[parent_id])
+                _require(is_known, f"parent {parent_id} is not cached")
+                self._parents[block_id] = parent_id
+                self._num_children[parent_id] += 1
+            self._hashes[block_id] = block_hash
+            self._is_known[block_id] = True
+            self._by_hash[block_hash] = block_id
+            self._last_use[block_id] = self._clock
+        return known
 
     def release(self, block_ids: Sequence[int]) -> list[BlockHash]:
         """Let go of a block table, all blocks at once.

@@ -30,36 +30,6 @@ _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _ALIGNMENT = 8
 
 
-class ScanChunks(NamedTuple):
-    """As on the other side."""
-
-    boundaries: list[int]
-    rows: list[int]
-    last: list[int]
-
-
-def cut_scan_chunks(rows: list[RowPlan], scan_chunk_size: int) -> ScanChunks:
-    """Cut packed prefill rows into scan chunks, all at once."""
-    chunks = _cut(_Columns.of(rows), scan_chunk_size)
-    return ScanChunks(
-        _offsets(chunks.lens).tolist(), chunks.rows.tolist(), chunks.last.tolist()
-    )
-
-
-def find_snapshot_chunks(rows: list[RowPlan], scan_chunk_size: int) -> list[int]:
-    """Find the scan chunk at whose end each snapshot is known, by its number."""
-    chunks = _cut(_Columns.of(rows), scan_chunk_size)
-    return chunks.ending_at(_Snapshots.of(rows), scan_chunk_size).tolist()
-
-
-def kv_index_of(row: RowPlan, position: int, sizes: Sizes) -> int:
-    """Say where the K/V of one token goes."""
-    block, offset = divmod(position, sizes.block_size)
-    is_shared = block < row.num_shared_blocks
-    block_id = sizes.dummy_block if is_shared else row.block_table[block]
-    return block_id * sizes.block_size + offset
-
-
 class MetadataBuilder:
     """Makes the index arrays of each step, with one copy to the device."""
 
@@ -109,6 +79,8 @@ class MetadataBuilder:
             shape=real.shape,
             padded_shape=layout.padded.shape,
             num_snapshots=real.snapshots,
+            num_logits=real.logits,
+            num_samples=real.draws,
             **_send(arrays, self.device),
         )
 

@@ -42,6 +42,7 @@ class StateSlots:
         self._free_snapshots = list(range(self.max_requests, size))[::-1]
         self._stored: dict[BlockHash, int] = {}
         self._reserved: dict[BlockHash, int] = {}
+        self._replaceable: set[BlockHash] = set()
         self._hashes: list[BlockHash | None] = [None] * size
         self._pins = np.zeros(size, np.int64)
         self._last_use = np.full(size, _NEVER)
@@ -74,12 +75,15 @@ class StateSlots:
         if used:
             self._touch(slot_id)
 
-    def reserve(self, block_hash: BlockHash) -> Reservation | None:
+    def reserve(
+        self, block_hash: BlockHash, replaceable: bool = False
+    ) -> Reservation | None:
         """Take a slot for a state that this step will compute, if there is one.
 
         Cost: with no slot free, one pass over all slots.
         """
         if block_hash in self._stored or block_hash in self._reserved:
+            self._replaceable.discard(block_hash)
             return None
         evicted = None
         if not self._free_snapshots:
@@ -89,16 +93,20 @@ class StateSlots:
             self.drop(evicted)
         slot = self._free_snapshots.pop()
         self._reserved[block_hash] = slot
+        if replaceable:
+            self._replaceable.add(block_hash)
         return Reservation(slot, evicted)
 
     def cancel(self, block_hash: BlockHash) -> None:
         """Give back a reserved slot that was not, or not wholly, written."""
         slot = self._reserved.pop(block_hash, None)
         if slot is not None:
+            self._replaceable.discard(block_hash)
             self._free_snapshots.append(slot)
 
     def cancel_all(self) -> None:
         """Give back every reserved slot, in order of reservation."""
+        self._replaceable -= self._reserved.keys()
         self._free_snapshots += self._reserved.values()
         self._reserved.clear()
 
@@ -117,15 +125,17 @@ class StateSlots:
         if self._pins[slot]:
             raise IntegrityError(f"state slot {slot} is dropped while a row reads it")
         del self._stored[block_hash]
+        self._replaceable.discard(block_hash)
         self._hashes[slot] = None
         self._last_use[slot] = _NEVER
         self._free_snapshots.append(slot)
         return True
 
-    def is_pinned(self, block_hash: BlockHash) -> bool:
-        """Say whether a row is about to read this stored state."""
+    def replace(self, block_hash: BlockHash) -> bool:
+        """Forget a state whose request is about to store a later one."""
         slot = self._stored.get(block_hash)
-        return slot is not None and bool(self._pins[slot])
+        is_idle = slot is not None and not self._pins[slot]
+        return is_idle and block_hash in self._replaceable and self.drop(block_hash)
 
     def export_state(self) -> StateSlotsState:
         """Copy the bookkeeping into its plain form; only between steps."""
@@ -135,6 +145,7 @@ class StateSlots:
             free_live=list(self._free_live),
             free_snapshots=list(self._free_snapshots),
             stored=dict(self._stored),
+            replaceable=set(self._replaceable),
             last_use=dict(zip(slots, uses, strict=True)),
             clock=self._clock,
         )
@@ -145,6 +156,7 @@ class StateSlots:
         self._free_live = list(state.free_live)
         self._free_snapshots = list(state.free_snapshots)
         self._stored = dict(state.stored)
+        self._replaceable = set(state.replaceable)
         for block_hash, slot in state.stored.items():
             self._hashes[slot] = block_hash
         self._last_use[list(state.last_use)] = list(state.last_use.values())
@@ -157,17 +169,19 @@ class StateSlots:
         live = sorted([*self._free_live, *live_slots])
         if live != list(range(self.max_requests)):
             raise IntegrityError(f"live slots, free and owned, are {live}")
-        size = self.max_requests + self.snapshot_slots
-        snapshots = sorted([*self._free_snapshots, *self._stored.values()])
-        if snapshots != list(range(self.max_requests, size)):
-            raise IntegrityError(f"snapshot slots, free and stored, are {snapshots}")
         pinned = np.flatnonzero(self._pins).tolist()
         if self._reserved or pinned:
             raise IntegrityError(
                 f"reserved {list(self._reserved.values())} and pinned {pinned} slots "
                 "are left after a step"
             )
+        size = self.max_requests + self.snapshot_slots
+        snapshots = sorted([*self._free_snapshots, *self._stored.values()])
+        if snapshots != list(range(self.max_requests, size)):
+            raise IntegrityError(f"snapshot slots, free and stored, are {snapshots}")
         self._check_stored()
+        if not self._replaceable <= set(self._stored):
+            raise IntegrityError("states are called replaceable that are not stored")
         orphans = [slot for key, slot in self._stored.items() if key not in cached]
         if orphans:
             raise IntegrityError(f"slots {orphans} hold states of blocks not cached")

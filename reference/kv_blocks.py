@@ -37,8 +37,9 @@ class BlockPool:
     """Hands out block ids and remembers what the cached ones contain.
 
     It knows nothing of tensors. One rule keeps eviction simple: a block is registered
-    only on top of the block that its own request holds, so whoever holds a block holds
-    its cached ancestors as well, and every cached block nobody holds can be evicted.
+    only on top of a cached block that its own request holds, so whoever holds a block
+    holds its cached ancestors as well, and every cached block nobody holds can be
+    evicted.
     """
 
     def __init__(self, num_blocks: int, eviction: Eviction) -> None:
@@ -111,8 +112,9 @@ class BlockPool:
             OutOfBlocksError: Free and evictable blocks together are too few; nothing
                 has changed.
         """
-        available = self.num_free + self.num_evictable
-        if count > available:
+        if not count:
+            return Allocation([], [])
+        if count > self.num_free + self.num_evictable:
             raise OutOfBlocksError(
                 f"{count} blocks are needed; {self.num_free} are free and "
                 f"{self.num_evictable} more can be evicted, of {self.num_blocks}"
@@ -124,12 +126,12 @@ class BlockPool:
 
     def register(
         self, block_id: int, block_hash: BlockHash, parent_id: int | None
-    ) -> bool:
+    ) -> int:
         """Make a held, fully computed block known by its hash.
 
-        Refused, without harm, when another block has the hash already or when the
-        parent is not itself the block known for its hash: the request then goes on
-        with blocks of its own that nobody else finds.
+        Two requests may compute the same tokens at the same time. The second is given
+        the block of the first, which it holds from now on, and its own becomes free:
+        the content is the same, and what it computes on top can be found by others.
 
         Args:
             block_id: The block; its content must have been computed.
@@ -137,20 +139,21 @@ class BlockPool:
             parent_id: The block before it in the same table; None for a first block.
 
         Returns:
-            Whether the block is known by this hash now.
+            The block to hold: ``block_id``, or another that has the hash already.
         """
-        if self.hashes.get(block_id) == block_hash:
-            return True
-        if block_hash in self.by_hash:
-            return False
-        if parent_id is not None:
-            if parent_id not in self.hashes:
-                return False
-            self.parents[block_id] = parent_id
-        self.hashes[block_id] = block_hash
-        self.by_hash[block_hash] = block_id
-        self.last_use[block_id] = self.clock
-        return True
+        known = self.by_hash.get(block_hash, block_id)
+        if known != block_id:
+            self.pin([known])
+            self.unpin([block_id])
+            self.free.append(block_id)
+        elif block_id not in self.hashes:
+            if parent_id is not None:
+                _require(parent_id in self.hashes, f"parent {parent_id} is not cached")
+                self.parents[block_id] = parent_id
+            self.hashes[block_id] = block_hash
+            self.by_hash[block_hash] = block_id
+            self.last_use[block_id] = self.clock
+        return known
 
     def release(self, block_ids: Sequence[int]) -> list[BlockHash]:
         """Let go of a block table; content with a hash may stay cached.
@@ -226,7 +229,8 @@ class BlockPool:
     def _check_chains(self) -> None:
         """Check hashes and parents: every cached prefix has its beginning."""
         _require(
-            self.by_hash == {value: block for block, value in self.hashes.items()},
+            len(self.by_hash) == len(self.hashes)
+            and all(self.by_hash.get(v) == block for block, v in self.hashes.items()),
             "the two hash maps are not inverse to each other",
         )
         _require(

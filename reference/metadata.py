@@ -18,81 +18,6 @@ from lockstep.plan import RowPlan, StepPlan
 from lockstep.request import Request
 
 
-class ScanChunks(NamedTuple):
-    """Where the scan chunks of packed prefill rows lie.
-
-    Attributes:
-        boundaries: Prefill offsets at which chunks begin, and the end.
-        rows: Row of each chunk.
-        last: Last chunk of each row.
-    """
-
-    boundaries: list[int]
-    rows: list[int]
-    last: list[int]
-
-
-def cut_scan_chunks(rows: list[RowPlan], scan_chunk_size: int) -> ScanChunks:
-    """Cut packed prefill rows into scan chunks.
-
-    Chunks are cut at absolute multiples of the chunk size, whatever position a slice
-    starts at, so that every block boundary ends a chunk, in any slicing of a prompt. A
-    chunk never reaches into the next row.
-
-    Args:
-        rows: Prefill rows, in batch order.
-        scan_chunk_size: Most tokens in a chunk.
-    """
-    boundaries, chunk_rows, last = [0], list[int](), list[int]()
-    offset = 0
-    for index, row in enumerate(rows):
-        position = row.start
-        while position < row.end:
-            next_multiple = (position // scan_chunk_size + 1) * scan_chunk_size
-            chunk_end = min(next_multiple, row.end)
-            offset += chunk_end - position
-            position = chunk_end
-            boundaries.append(offset)
-            chunk_rows.append(index)
-        last.append(len(chunk_rows) - 1)
-    return ScanChunks(boundaries, chunk_rows, last)
-
-
-def find_snapshot_chunks(rows: list[RowPlan], scan_chunk_size: int) -> list[int]:
-    """Find the scan chunk at whose end each snapshot of these rows is known.
-
-    Args:
-        rows: Prefill rows, in batch order; snapshots by ascending position.
-        scan_chunk_size: Most tokens in a chunk.
-    """
-    chunks = cut_scan_chunks(rows, scan_chunk_size)
-    found: list[int] = []
-    offset = 0
-    for row in rows:
-        for snapshot in row.snapshots:
-            end = offset + snapshot.position - row.start
-            found.append(chunks.boundaries.index(end) - 1)
-        offset += row.num_tokens
-    return found
-
-
-def kv_index_of(row: RowPlan, position: int, sizes: Sizes) -> int:
-    """Say where the K/V of one token goes.
-
-    A token of a shared block is computed again when its state was not stored; its K/V
-    goes to the dummy block, since others read the shared one.
-
-    Args:
-        row: The token's row.
-        position: Its absolute position.
-        sizes: The engine's sizes.
-    """
-    block, offset = divmod(position, sizes.block_size)
-    is_shared = block < row.num_shared_blocks
-    block_id = sizes.dummy_block if is_shared else row.block_table[block]
-    return block_id * sizes.block_size + offset
-
-
 class MetadataBuilder:
     """Makes the index arrays of each step."""
 
@@ -118,10 +43,13 @@ class MetadataBuilder:
                 is to be drawn.
         """
         rows = plan.decode_rows + plan.prefill_rows
+        num_samples = sum(row.samples for row in rows)
         return BatchMetadata(
             shape=plan.shape,
             padded_shape=plan.shape,
             num_snapshots=sum(len(row.snapshots) for row in plan.prefill_rows),
+            num_logits=plan.shape.tokens if all_logits else num_samples,
+            num_samples=num_samples,
             block_tables=self._tables(rows),
             context_lens=self._ints([row.end for row in rows]),
             **self._token_arrays(rows, requests),
@@ -137,7 +65,7 @@ class MetadataBuilder:
         """Describe each token: what it is, where it stands, where its K/V goes."""
         tokens = [(row, p) for row in rows for p in range(row.start, row.end)]
         ids = [requests[row.request_id].token_ids[p] for row, p in tokens]
-        kv_index = [kv_index_of(row, p, self.sizes) for row, p in tokens]
+        kv_index = [_kv_index_of(row, p, self.sizes) for row, p in tokens]
         return {
             "token_ids": self._ints(ids),
             "positions": self._ints([p for _, p in tokens]),
@@ -158,7 +86,7 @@ class MetadataBuilder:
 
     def _prefill_arrays(self, rows: list[RowPlan]) -> dict[str, Tensor]:
         """Describe each prefill row: its slice, its slots, its scan chunks."""
-        chunks = cut_scan_chunks(rows, self.sizes.scan_chunk_size)
+        chunks = _cut_scan_chunks(rows, self.sizes.scan_chunk_size)
         return {
             "cu_prefill_lens": self._ints(_offsets(rows)),
             "prefill_starts": self._ints([row.start for row in rows]),
@@ -177,7 +105,7 @@ class MetadataBuilder:
             for offset in [_offsets(rows)[index]]
             for snapshot in row.snapshots
         ]
-        chunks = find_snapshot_chunks(rows, self.sizes.scan_chunk_size)
+        chunks = _find_snapshot_chunks(rows, self.sizes.scan_chunk_size)
         return {
             "snapshot_rows": self._ints([row for row, _, _ in found]),
             "snapshot_ends": self._ints([end for _, end, _ in found]),
@@ -218,6 +146,81 @@ class MetadataBuilder:
         return self._ints([block for table in tables for block in table]).view(
             len(rows), width
         )
+
+
+class _ScanChunks(NamedTuple):
+    """Where the scan chunks of packed prefill rows lie.
+
+    Attributes:
+        boundaries: Prefill offsets at which chunks begin, and the end.
+        rows: Row of each chunk.
+        last: Last chunk of each row.
+    """
+
+    boundaries: list[int]
+    rows: list[int]
+    last: list[int]
+
+
+def _cut_scan_chunks(rows: list[RowPlan], scan_chunk_size: int) -> _ScanChunks:
+    """Cut packed prefill rows into scan chunks.
+
+    Chunks are cut at absolute multiples of the chunk size, whatever position a slice
+    starts at, so that every block boundary ends a chunk, in any slicing of a prompt. A
+    chunk never reaches into the next row.
+
+    Args:
+        rows: Prefill rows, in batch order.
+        scan_chunk_size: Most tokens in a chunk.
+    """
+    boundaries, chunk_rows, last = [0], list[int](), list[int]()
+    offset = 0
+    for index, row in enumerate(rows):
+        position = row.start
+        while position < row.end:
+            next_multiple = (position // scan_chunk_size + 1) * scan_chunk_size
+            chunk_end = min(next_multiple, row.end)
+            offset += chunk_end - position
+            position = chunk_end
+            boundaries.append(offset)
+            chunk_rows.append(index)
+        last.append(len(chunk_rows) - 1)
+    return _ScanChunks(boundaries, chunk_rows, last)
+
+
+def _find_snapshot_chunks(rows: list[RowPlan], scan_chunk_size: int) -> list[int]:
+    """Find the scan chunk at whose end each snapshot of these rows is known.
+
+    Args:
+        rows: Prefill rows, in batch order; snapshots by ascending position.
+        scan_chunk_size: Most tokens in a chunk.
+    """
+    chunks = _cut_scan_chunks(rows, scan_chunk_size)
+    found: list[int] = []
+    offset = 0
+    for row in rows:
+        for snapshot in row.snapshots:
+            end = offset + snapshot.position - row.start
+            found.append(chunks.boundaries.index(end) - 1)
+        offset += row.num_tokens
+    return found
+
+
+def _kv_index_of(row: RowPlan, position: int, sizes: Sizes) -> int:
+    """Say where the K/V of one token goes.
+
+    A token of a shared block is computed again when its state was not stored; its K/V
+    goes to the dummy block, since others read the shared one.
+
+    Args:
+        row: The token's row.
+        position: Its absolute position.
+        sizes: The engine's sizes.
+    """
+    block, offset = divmod(position, sizes.block_size)
+    is_shared = block < row.num_shared_blocks
+    block_id = sizes.dummy_block if is_shared else row.block_table[block]
+    return block_id * sizes.block_size + offset
 
 
 def _offsets(rows: list[RowPlan]) -> list[int]:

@@ -10,7 +10,7 @@ publishes what a step has computed.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.blocks import BlockHash, num_blocks_for
 from lockstep.config import Sizes
@@ -40,8 +40,8 @@ class PrefixCache:
 
     def __init__(
         self,
-        blocks: BlockPool,
-        slots: StateSlots,
+        blocks: Any,
+        slots: Any,
         sizes: Sizes,
         needs_state: bool,
         enabled: bool,
@@ -49,14 +49,14 @@ class PrefixCache:
         """Begin empty.
 
         Args:
-            blocks: The block pool.
-            slots: The state slots.
+            blocks: The block pool, of either side.
+            slots: The state slots, of either side.
             sizes: The engine's sizes.
             needs_state: Whether the model has Mamba layers.
             enabled: Whether anything is matched or kept.
         """
-        self.blocks = blocks
-        self.slots = slots
+        self.blocks: BlockPool = blocks
+        self.slots: StateSlots = slots
         self.sizes = sizes
         self.needs_state = needs_state
         self.enabled = enabled
@@ -102,8 +102,10 @@ class PrefixCache:
         start = report.num_skipped_tokens
         source = self._state_slot(request, start)
         missing = num_blocks_for(length, self.sizes.block_size) - len(match.block_ids)
+        slot_id = self.slots.allocate_live()
         taken = self._reserve_all(match.block_ids, source, missing, plan)
         if taken is None:
+            self.slots.free_live_slot(slot_id)
             return False
         request.block_table = match.block_ids + taken
         request.num_shared_blocks = len(match.block_ids)
@@ -111,7 +113,7 @@ class PrefixCache:
         request.branch = report.matched_kv_tokens
         request.num_computed = start
         request.prefill_end = length
-        request.slot_id = self.slots.allocate_live()
+        request.slot_id = slot_id
         request.initial_slot_id = self.sizes.zero_slot if source is None else source
         request.admission_report = report
         return True
@@ -150,16 +152,12 @@ class PrefixCache:
         """
         if end % self.sizes.block_size or not self._keeps_states():
             return []
-        previous = request.decode_snapshot
-        if previous is not None and not self.slots.is_pinned(previous):
-            self.slots.drop(previous)
+        if request.decode_snapshot is not None:
+            self.slots.replace(request.decode_snapshot)
         request.update_hashes(self.sizes.block_size)
-        request.decode_snapshot = None
-        snapshot = self._reserve(request, end, plan)
-        if snapshot is None:
-            return []
-        request.decode_snapshot = snapshot.block_hash
-        return [snapshot]
+        snapshot = self._reserve(request, end, plan, replaceable=True)
+        request.decode_snapshot = snapshot and snapshot.block_hash
+        return [] if snapshot is None else [snapshot]
 
     def commit(self, request: Request, row: RowPlan) -> tuple[list[BlockHash], ...]:
         """Publish what a row has computed: full blocks first, then states on them.
@@ -173,15 +171,10 @@ class PrefixCache:
         registered: list[BlockHash] = []
         if self.enabled:
             registered = self._register(request, row.end)
-        stored: list[BlockHash] = []
         for snapshot in row.snapshots:
-            if self.blocks.lookup(snapshot.block_hash) is None:
-                self.slots.cancel(snapshot.block_hash)
-            else:
-                self.slots.publish(snapshot.block_hash)
-                stored.append(snapshot.block_hash)
+            self.slots.publish(snapshot.block_hash)
         self.finish_restore(request)
-        return registered, stored
+        return registered, [snapshot.block_hash for snapshot in row.snapshots]
 
     def finish_restore(self, request: Request) -> None:
         """Let go of the snapshot that a row started from; its live slot is next."""
@@ -283,13 +276,17 @@ class PrefixCache:
         return [key for key in block_hashes if self.slots.drop(key)]
 
     def _reserve(
-        self, request: Request, position: int, plan: StepPlan
+        self,
+        request: Request,
+        position: int,
+        plan: StepPlan,
+        replaceable: bool = False,
     ) -> SnapshotPlan | None:
         """Reserve a slot for the state at one block boundary, if there is one."""
         if not self._keeps_states():
             return None
         block_hash = request.hashes[position // self.sizes.block_size - 1]
-        reservation = self.slots.reserve(block_hash)
+        reservation = self.slots.reserve(block_hash, replaceable)
         if reservation is None:
             return None
         if reservation.evicted is not None:
@@ -299,16 +296,18 @@ class PrefixCache:
     def _register(self, request: Request, end: int) -> list[BlockHash]:
         """Make the blocks known that are complete at ``end``, in order.
 
-        The first that is refused ends it: another request computed the same tokens at
-        the same time, and this one goes on with blocks of its own.
+        Where another request has computed the same tokens in the meantime, its block
+        takes the place of this one's.
+
+        Returns:
+            Hashes that were not known before.
         """
         request.update_hashes(self.sizes.block_size)
-        known: list[BlockHash] = []
+        table, new = request.block_table, list[BlockHash]()
         for index in range(request.num_registered_blocks, end // self.sizes.block_size):
-            parent = request.block_table[index - 1] if index else None
-            block_hash = request.hashes[index]
-            if not self.blocks.register(request.block_table[index], block_hash, parent):
-                break
+            own, block_hash = table[index], request.hashes[index]
+            parent = table[index - 1] if index else None
+            table[index] = self.blocks.register(own, block_hash, parent)
             request.num_registered_blocks = index + 1
-            known.append(block_hash)
-        return known
+            new += [block_hash] if table[index] == own else []
+        return new

@@ -11,6 +11,7 @@ still holds, when its turn comes again.
 from __future__ import annotations
 
 from bisect import insort
+from typing import Any
 
 from lockstep.blocks import BlockHash
 from lockstep.config import Sizes
@@ -35,15 +36,15 @@ class Scheduler:
         admissions: Admissions so far.
     """
 
-    def __init__(self, sizes: Sizes, cache: PrefixCache) -> None:
+    def __init__(self, sizes: Sizes, cache: Any) -> None:
         """Start without requests.
 
         Args:
             sizes: The engine's sizes.
-            cache: Owner of all memory.
+            cache: Owner of all memory, of either side.
         """
         self.sizes = sizes
-        self.cache = cache
+        self.cache: PrefixCache = cache
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.suspect: Request | None = None

@@ -57,6 +57,7 @@ class StateSlots:
         self.free_snapshots = list(reversed(snapshots))
         self.stored: dict[BlockHash, int] = {}
         self.reserved: dict[BlockHash, int] = {}
+        self.replaceable: set[BlockHash] = set()
         self.pins: dict[int, int] = {}
         self.last_use: dict[int, int] = {}
         self.clock = 0
@@ -95,19 +96,24 @@ class StateSlots:
         if used:
             self._touch(slot_id)
 
-    def reserve(self, block_hash: BlockHash) -> Reservation | None:
+    def reserve(
+        self, block_hash: BlockHash, replaceable: bool = False
+    ) -> Reservation | None:
         """Take a slot for a state that this step will compute, if there is one.
 
         A free slot is taken first, then that of the least recently used state that no
-        row is about to read.
+        row is about to read. A state that is wanted a second time is not replaceable
+        any more: more than one request counts on it.
 
         Args:
             block_hash: Hash of the block that the state follows.
+            replaceable: Whether the request will `replace` it by a later one.
 
         Returns:
             None when that state is stored or reserved already, or no slot can be had.
         """
         if block_hash in self.stored or block_hash in self.reserved:
+            self.replaceable.discard(block_hash)
             return None
         evicted = None
         if not self.free_snapshots:
@@ -117,12 +123,15 @@ class StateSlots:
             self.drop(evicted)
         slot = self.free_snapshots.pop()
         self.reserved[block_hash] = slot
+        if replaceable:
+            self.replaceable.add(block_hash)
         return Reservation(slot, evicted)
 
     def cancel(self, block_hash: BlockHash) -> None:
         """Give back a reserved slot that was not, or not wholly, written."""
         slot = self.reserved.pop(block_hash, None)
         if slot is not None:
+            self.replaceable.discard(block_hash)
             self.free_snapshots.append(slot)
 
     def cancel_all(self) -> None:
@@ -138,18 +147,24 @@ class StateSlots:
 
     def drop(self, block_hash: BlockHash) -> bool:
         """Forget a stored state, if there is one; says whether there was."""
-        slot = self.stored.pop(block_hash, None)
+        slot = self.stored.get(block_hash)
         if slot is None:
             return False
         if slot in self.pins:
             raise IntegrityError(f"state slot {slot} is dropped while a row reads it")
-        del self.last_use[slot]
+        del self.stored[block_hash], self.last_use[slot]
+        self.replaceable.discard(block_hash)
         self.free_snapshots.append(slot)
         return True
 
-    def is_pinned(self, block_hash: BlockHash) -> bool:
-        """Say whether a row is about to read this stored state."""
-        return self.stored.get(block_hash) in self.pins
+    def replace(self, block_hash: BlockHash) -> bool:
+        """Forget a state whose request is about to store a later one.
+
+        Only if no other request wanted it, and no row is about to read it; says whether
+        it was forgotten.
+        """
+        is_read = self.stored.get(block_hash) in self.pins
+        return block_hash in self.replaceable and not is_read and self.drop(block_hash)
 
     def export_state(self) -> StateSlotsState:
         """Copy the bookkeeping into its plain form; only between steps."""
@@ -157,6 +172,7 @@ class StateSlots:
             free_live=list(self.free_live),
             free_snapshots=list(self.free_snapshots),
             stored=dict(self.stored),
+            replaceable=set(self.replaceable),
             last_use=dict(self.last_use),
             clock=self.clock,
         )
@@ -167,6 +183,7 @@ class StateSlots:
         self.free_live = list(state.free_live)
         self.free_snapshots = list(state.free_snapshots)
         self.stored = dict(state.stored)
+        self.replaceable = set(state.replaceable)
         self.last_use = dict(state.last_use)
         self.clock = state.clock
 
@@ -185,17 +202,19 @@ class StateSlots:
         live = sorted([*self.free_live, *live_slots])
         if live != list(range(self.max_requests)):
             raise IntegrityError(f"live slots, free and owned, are {live}")
-        first = self.max_requests
-        snapshots = sorted([*self.free_snapshots, *self.stored.values()])
-        if snapshots != list(range(first, first + self.snapshot_slots)):
-            raise IntegrityError(f"snapshot slots, free and stored, are {snapshots}")
         if self.reserved or self.pins:
             raise IntegrityError(
                 f"reserved {list(self.reserved.values())} and pinned {self.pins} slots "
                 "are left after a step"
             )
+        first = self.max_requests
+        snapshots = sorted([*self.free_snapshots, *self.stored.values()])
+        if snapshots != list(range(first, first + self.snapshot_slots)):
+            raise IntegrityError(f"snapshot slots, free and stored, are {snapshots}")
         if set(self.last_use) != set(self.stored.values()):
             raise IntegrityError("stored slots and slots with a time of use differ")
+        if not self.replaceable <= set(self.stored):
+            raise IntegrityError("states are called replaceable that are not stored")
         orphans = [slot for key, slot in self.stored.items() if key not in cached]
         if orphans:
             raise IntegrityError(f"slots {orphans} hold states of blocks not cached")

@@ -63,7 +63,7 @@ class Expected:
         stored: Prefixes whose state was stored.
         preempted: Requests that lost everything.
         shared_wishes: Prefixes whose state a second row wanted to store as well.
-        refused_twins: Prefixes computed by a row though the cache has them.
+        twins: Prefixes computed by a row though the cache has them.
     """
 
     matches: dict[str, tuple[int, int, int]] = field(
@@ -75,7 +75,7 @@ class Expected:
     stored: list[Prefix] = field(default_factory=list[Prefix])
     preempted: list[str] = field(default_factory=list[str])
     shared_wishes: list[Prefix] = field(default_factory=list[Prefix])
-    refused_twins: list[Prefix] = field(default_factory=list[Prefix])
+    twins: list[Prefix] = field(default_factory=list[Prefix])
 
 
 class CacheModel:
@@ -108,6 +108,7 @@ class CacheModel:
         self.enabled = enabled
         self.kv: dict[Prefix, int] = {}
         self.states: dict[Prefix, int] = {}
+        self.replaceable: set[Prefix] = set()
         self.users: dict[str, User] = {}
         self.queue: dict[str, User] = {}
         self.names: dict[BlockHash, Prefix] = {}
@@ -223,9 +224,10 @@ class CacheModel:
             self._take(user, 1, expected)
         if row.end % self.block_size == 0:
             prefix = tuple(user.tokens[: row.end])
-            if user.latest is not None and user.latest not in wishes.being_read:
-                self.states.pop(user.latest, None)
-            granted = wishes.grant(prefix, row.request_id)
+            latest = user.latest
+            if latest in self.replaceable and latest not in wishes.being_read:
+                self.states.pop(latest, None)
+            granted = wishes.grant(prefix, row.request_id, replaceable=True)
             user.latest = prefix if granted else None
 
     def _preempt_the_rest(self, record: StepRecord, expected: Expected) -> None:
@@ -288,18 +290,17 @@ class CacheModel:
             for prefix in self.prefixes(user.tokens, row.end // self.block_size):
                 if len(prefix) <= user.known * self.block_size:
                     continue
-                if prefix in self.kv:
-                    # Somebody else's copy is the one that is found.
-                    expected.refused_twins.append(prefix)
-                    break
-                self.kv[prefix] = self.time
                 user.known += 1
-                expected.registered.append(prefix)
+                if prefix in self.kv:
+                    # Somebody else's copy is used from now on; its own is free.
+                    expected.twins.append(prefix)
+                else:
+                    self.kv[prefix] = self.time
+                    expected.registered.append(prefix)
         mine = [p for p, owner in wishes.granted.items() if owner == row.request_id]
         for prefix in sorted(mine, key=len):
-            if prefix in self.kv:
-                self._touch(prefix)
-                expected.stored.append(prefix)
+            self._touch(prefix)
+            expected.stored.append(prefix)
         if row.request_id in wishes.readers:
             self._touch(wishes.readers[row.request_id])
 
@@ -354,9 +355,14 @@ class _Wishes:
         """Note that a row starts from a state."""
         self.readers[request_id] = prefix
 
-    def grant(self, prefix: Prefix, request_id: str) -> bool:
-        """Say whether a row may store a state; makes room by recency of use."""
+    def grant(self, prefix: Prefix, request_id: str, replaceable: bool = False) -> bool:
+        """Say whether a row may store a state; makes room by recency of use.
+
+        A state that a second row wants is kept when the first one moves on.
+        """
         model = self.model
+        if prefix in self.granted or prefix in model.states:
+            model.replaceable.discard(prefix)
         if not (model.enabled and model.has_states):
             return False
         if prefix in self.granted:
@@ -372,6 +378,10 @@ class _Wishes:
             del model.states[loser]
             self.expected.evicted_states.append(loser)
         self.granted[prefix] = request_id
+        if replaceable:
+            model.replaceable.add(prefix)
+        else:
+            model.replaceable.discard(prefix)
         return True
 
 

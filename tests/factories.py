@@ -114,11 +114,11 @@ def random_parameters(
 
 
 def _scaled(values: Tensor, kind: ParameterKind) -> Tensor:
-    if kind in (ParameterKind.MATRIX, ParameterKind.ROUTER):
+    if kind in ("matrix", "router"):
         return values / math.sqrt(values.shape[-1])
-    if kind is ParameterKind.DECAY:
+    if kind == "decay":
         return -torch.exp(values)
-    if kind in (ParameterKind.NORM, ParameterKind.SKIP):
+    if kind in ("norm", "skip"):
         return 1 + values / 4
     return values / 4
 
@@ -205,6 +205,8 @@ def make_batch(
         shape=shape,
         padded_shape=shape,
         num_snapshots=len(snapshots),
+        num_logits=len(tokens),
+        num_samples=len(tokens),
         token_ids=_ints(tokens),
         positions=_ints(positions),
         token_mask=torch.ones(len(tokens), dtype=torch.bool),

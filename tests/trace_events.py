@@ -90,7 +90,7 @@ class Watcher:
         self._see_deferrals(record)
         self._see_decodes(record)
         self.counts["two rows want one snapshot"] += len(expected.shared_wishes)
-        self.counts["twin of a cached block"] += len(expected.refused_twins)
+        self.counts["twin of a cached block"] += len(expected.twins)
         self._remember(record)
 
     def _see_evictions(self, record: StepRecord) -> None:

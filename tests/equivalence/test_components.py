@@ -54,10 +54,7 @@ def logprobs(result: Run, name: str) -> Tensor:
 @pytest.mark.parametrize(
     "components",
     [
-        pytest.param(
-            POOLS,
-            marks=pytest.mark.xfail(reason="callers of pools name one side's classes"),
-        ),
+        POOLS,
         BUILDER,
     ],
 )

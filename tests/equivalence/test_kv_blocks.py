@@ -46,17 +46,15 @@ class Tables:
         return tuple(taken)
 
     def register(self, index: int, count: int) -> object:
-        """Register the first blocks of a table, as far as the pool agrees."""
+        """Register the first blocks of a table; known ones replace copies."""
         if not self.tables:
             return None
         index %= len(self.tables)
-        table, answers = self.tables[index], list[bool]()
+        table = self.tables[index]
         for block, block_hash in list(enumerate(self.hashes[index]))[:count]:
             parent = table[block - 1] if block else None
-            answers.append(self.pool.register(table[block], block_hash, parent))
-            if not answers[-1]:
-                break
-        return answers
+            table[block] = self.pool.register(table[block], block_hash, parent)
+        return list(table)
 
     def grow(self, index: int, count: int) -> object:
         """Take blocks for a table."""

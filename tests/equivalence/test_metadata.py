@@ -118,25 +118,6 @@ def test_order_of_rows_is_the_plans() -> None:
     assert_twins(sizes, (mixed, requests))
 
 
-# Helpers of the module.
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-@given(data=st.data())
-def test_chunks_and_indices(sizes: Sizes, data: st.DataObject) -> None:
-    """The functions that the arrays are made with agree as well."""
-    plan, _ = data.draw(steps(sizes))
-    reference, optimized = [load(side, "metadata") for side in SIDES]
-    for name in ("cut_scan_chunks", "find_snapshot_chunks"):
-        expected = getattr(reference, name)(plan.prefill_rows, sizes.scan_chunk_size)
-        actual = getattr(optimized, name)(plan.prefill_rows, sizes.scan_chunk_size)
-        assert tuple(actual) == tuple(expected)
-    for row in plan.rows:
-        for position in (row.start, row.end - 1):
-            expected = reference.kv_index_of(row, position, sizes)
-            assert optimized.kv_index_of(row, position, sizes) == expected
-
-
 # Padding, which a later engine turns on.
 
 
@@ -154,8 +135,11 @@ def test_padding_moves_nothing(data: st.DataObject, padding: Padding) -> None:
     padded = build_padded(sizes, step, padding)
     assert padded.shape == real.shape
     decodes, gap = real.num_decode_tokens, padded.num_decode_tokens
-    for field in fields(BatchMetadata)[3:]:
+    for field in fields(BatchMetadata):
         mine, theirs = getattr(padded, field.name), getattr(real, field.name)
+        if not isinstance(theirs, torch.Tensor):
+            assert field.name == "padded_shape" or mine == theirs
+            continue
         if field.name == "block_tables":
             mine = mine[:, : theirs.shape[1]]
         if field.name in BY_TOKEN + BY_ROW:

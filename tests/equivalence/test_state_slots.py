@@ -45,7 +45,7 @@ class User:
 
     def reserve(self, name: int) -> object:
         """Reserve a slot."""
-        found = self.slots.reserve(key(name))
+        found = self.slots.reserve(key(name), replaceable=name % 2 == 0)
         if found is not None:
             self.reserved.append(key(name))
         return found and tuple(found)
@@ -85,15 +85,17 @@ class User:
 
     def drop(self, name: int) -> object:
         """Drop a state that nobody is about to read."""
-        if self.slots.is_pinned(key(name)):
+        if self.slots.lookup(key(name)) in self.pinned:
             return None
         return self.slots.drop(key(name))
 
+    def replace(self, name: int) -> object:
+        """Drop a state if it may be replaced."""
+        return self.slots.replace(key(name))
+
     def seen(self) -> object:
         """Return all that can be seen."""
-        state = self.slots.export_state()
-        pinned = [self.slots.is_pinned(key(name)) for name in range(8)]
-        return state, pinned, self.slots.num_free_live
+        return self.slots.export_state(), self.slots.num_free_live
 
     def end_step(self) -> None:
         """Leave neither reservations nor pins."""
@@ -105,7 +107,7 @@ class User:
 OPERATIONS = st.tuples(
     st.sampled_from(
         "allocate_live free_live reserve reserve publish publish cancel cancel_all pin "
-        "unpin drop".split()
+        "unpin drop replace".split()
     ),
     st.integers(0, 7),
 )

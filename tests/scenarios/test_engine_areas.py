@@ -278,6 +278,22 @@ def test_a_resumed_request_evicts_a_cached_block(side: str) -> None:
     assert_nothing_held(engine)
 
 
+def test_nobody_is_admitted_in_a_step_that_preempts(side: str) -> None:
+    """What a preemption freed is for those that still run, not for the next in line."""
+    engine = make_engine(MODEL, side, num_blocks=6)
+    sampling = {
+        engine.add(text(length, seed), greedy(20)): greedy(20)
+        for seed, length in enumerate((31, 31, 17))
+    }
+    run = drain_equal(engine, sampling)
+    preempting = [record for record in run.records if record.plan.preempted]
+    assert preempting
+    for record in preempting:
+        assert all(row.cache is None for row in record.rows)
+        assert "preempted" in record.plan.blocked
+    assert_nothing_held(engine)
+
+
 def test_parents_outlive_their_children(side: str) -> None:
     """Under any trace of chains, what is evicted is the end of a chain."""
     source = random.Random(3)
@@ -297,7 +313,7 @@ def test_parents_outlive_their_children(side: str) -> None:
         table = table + taken.block_ids
         for index, block_hash in enumerate(hashes):
             parent = table[index - 1] if index else None
-            assert pool.register(table[index], block_hash, parent)
+            assert pool.register(table[index], block_hash, parent) == table[index]
         pool.check_integrity([table])
         pool.release(table)
         pool.check_integrity([])

@@ -39,7 +39,7 @@ def store(pool: Any, *names: int) -> list[int]:
     table = table + pool.allocate(len(names) - known).block_ids
     for index in range(known, len(names)):
         parent = table[index - 1] if index else None
-        assert pool.register(table[index], hashes[index], parent)
+        assert pool.register(table[index], hashes[index], parent) == table[index]
     return table
 
 
@@ -206,14 +206,26 @@ def test_release_is_a_use(side: str) -> None:
 
 
 def test_registration_happens_once(side: str) -> None:
-    """A block that is known stays so; its hash is refused to any other."""
+    """A block that is known stays so."""
     pool = make_pool(side)
     table = store(pool, 1, 2)
-    others = pool.allocate(2).block_ids
     before = pool.export_state()
-    assert pool.register(table[1], chain(1, 2)[1], table[0])
-    assert not pool.register(others[0], chain(1)[0], None)
+    assert pool.register(table[1], chain(1, 2)[1], table[0]) == table[1]
     assert pool.export_state() == before
+
+
+def test_a_copy_gives_way_to_what_is_known(side: str) -> None:
+    """Who computed the same content holds the known block; the copy is free again."""
+    pool = make_pool(side)
+    table = store(pool, 1, 2)
+    (copy,) = pool.allocate(1).block_ids
+    free = pool.num_free
+    assert pool.register(copy, chain(1)[0], None) == table[0]
+    assert pool.num_free == free + 1
+    pool.check_integrity([table, [table[0]]])
+    pool.release(table)
+    assert pool.lookup(chain(1)[0]) == table[0]
+    pool.check_integrity([[table[0]]])
 
 
 def test_registration_needs_a_known_parent(side: str) -> None:
@@ -221,7 +233,8 @@ def test_registration_needs_a_known_parent(side: str) -> None:
     pool = make_pool(side)
     table = pool.allocate(2).block_ids
     before = pool.export_state()
-    assert not pool.register(table[1], chain(1, 2)[1], table[0])
+    with pytest.raises(IntegrityError, match="not cached"):
+        pool.register(table[1], chain(1, 2)[1], table[0])
     assert pool.export_state() == before
 
 

@@ -127,15 +127,35 @@ def test_pinned_states_are_never_evicted(side: str) -> None:
     first, second, third = store(slots, 1, 2, 3)
     for slot in (first, second, third, first):
         slots.pin(slot)
-    assert slots.is_pinned(key(1))
     slots.unpin(first, used=False)
     assert slots.reserve(key(4)) is None
     slots.unpin(second, used=False)
     assert slots.reserve(key(4)) == (second, key(2))
     assert slots.reserve(key(5)) is None
-    assert slots.is_pinned(key(1))
-    assert not slots.is_pinned(key(4))
-    assert not slots.is_pinned(key(2))
+    assert slots.lookup(key(1)) == first
+
+
+def test_a_state_is_replaced_only_by_the_request_that_stored_it(side: str) -> None:
+    """What was stored to be replaced goes, unless a second request counts on it."""
+    slots = make_slots(side)
+    for name in (1, 2):
+        slots.reserve(key(name), replaceable=True)
+        slots.publish(key(name))
+    store(slots, 3)
+    assert slots.reserve(key(2)) is None
+    assert [slots.replace(key(name)) for name in (1, 2, 3, 4)] == [1, 0, 0, 0]
+    assert [slots.lookup(key(name)) is None for name in (1, 2, 3)] == [1, 0, 0]
+
+
+def test_a_state_that_a_row_reads_is_not_replaced(side: str) -> None:
+    """A pinned state stays for its reader."""
+    slots = make_slots(side)
+    slot = slots.reserve(key(1), replaceable=True).slot_id
+    slots.publish(key(1))
+    slots.pin(slot)
+    assert not slots.replace(key(1))
+    slots.unpin(slot, used=True)
+    assert slots.replace(key(1))
 
 
 def test_reserved_slots_are_never_evicted(side: str) -> None:
@@ -195,6 +215,7 @@ def corruptions() -> Iterator[tuple[str, Corruption]]:
     yield "snapshot slots.* are .3, 3, 4.", lambda s: s.stored.update({key(2): 3})
     yield "time of use", lambda s: s.last_use.update({4: 1})
     yield "time of use", lambda s: s.last_use.clear()
+    yield "called replaceable", lambda s: s.replaceable.add(key(7))
 
 
 @pytest.mark.parametrize(("message", "corrupt"), list(corruptions()))
