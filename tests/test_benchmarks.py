@@ -1,0 +1,68 @@
+"""What benchmarks are made of: shapes that load, workloads that anyone can rebuild."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+import pytest
+
+from benchmarks.shapes import SHAPES
+from benchmarks.workloads import build
+from lockstep.families import read_model_config
+from lockstep.llm import LLM
+from lockstep.parameters import parameter_specs
+from lockstep.request import SamplingParams
+
+#: Digest of all prompts, as first agreed.
+WORKLOADS_SHA256 = "96bc3de761fbf8a4590bba628fd695b207e2b31449b254afc17e94c83ba6a3fc"
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "letters"),
+    [("nano3", 31.6, {"M": 23, "E": 23, "*": 6}), ("dense4b", 3.75, {"M": 19, "*": 4})],
+)
+def test_shapes_have_their_sizes(
+    name: str, billions: float, letters: dict[str, int]
+) -> None:
+    """The published shapes are read as what they are."""
+    config = read_model_config(SHAPES[name])
+    count = 0
+    for spec in parameter_specs(config).values():
+        size = 1
+        for length in spec.shape:
+            size *= length
+        count += size
+    assert count / 1e9 == pytest.approx(billions, abs=0.05)
+    assert {k: config.layer_pattern.count(k) for k in letters} == letters
+
+
+def test_workloads_are_the_agreed_tokens() -> None:
+    """Every engine is measured on the same token ids."""
+    digest = hashlib.sha256()
+    for workload in build(0):
+        for prompt in workload.prompts:
+            digest.update(array("q", prompt).tobytes())
+    assert digest.hexdigest() == WORKLOADS_SHA256
+
+
+def test_a_small_model_of_a_published_pattern_runs() -> None:
+    """Any shape runs without a folder, by token ids."""
+    fields = SHAPES["nano3"] | {
+        "vocab_size": 64,
+        "max_position_embeddings": 256,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 4,
+        "ssm_state_size": 4,
+        "moe_intermediate_size": 8,
+        "moe_shared_expert_intermediate_size": 8,
+        "n_routed_experts": 8,
+    }
+    llm = LLM.from_config(fields, verbose=False)
+    sampling = SamplingParams(max_tokens=9, ignore_eos=True)
+    output = llm.generate([3, 1, 4, 1, 5], sampling)[0]
+    assert len(output.token_ids) == 9 and output.text == ""
