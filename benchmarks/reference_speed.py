@@ -23,6 +23,7 @@ from rich.console import Console
 
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.config import MOE
+from lockstep.parameters import num_weight_bytes
 
 PROMPT_TOKENS = 96
 NEW_TOKENS = 64
@@ -31,7 +32,7 @@ NEW_TOKENS = 64
 def active_weight_bytes(llm: LLM) -> int:
     """Count the bytes of the weights that one token meets."""
     config, parameters = llm.model_config, llm.engine.model.parameters
-    total = parameters.num_bytes - _bytes(parameters.embedding)
+    total = num_weight_bytes(config, llm.dtype) - _bytes(parameters.embedding)
     for letter, layer in zip(config.layer_pattern, parameters.layers, strict=True):
         if letter == MOE:
             assert config.moe is not None

@@ -99,7 +99,7 @@ def extend_history(
 
 def show_model(llm: LLM) -> None:
     """Print what the model is."""
-    from lockstep.llm import num_parameters
+    from lockstep.parameters import num_parameters
 
     config = llm.model_config
     millions = num_parameters(config) / 1e6

@@ -7,7 +7,7 @@ follow from others are properties and are never written back.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
@@ -15,18 +15,17 @@ from typing import Any, Literal, get_args, get_type_hints
 from lockstep.blocks import num_blocks_for
 from lockstep.errors import ConfigError
 
-#: Letters of a layer pattern.
+#: Letters of a layer pattern, and the field of `ModelConfig` with each one's shape.
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
+LAYER_PARTS = {MAMBA: "mamba", ATTENTION: "attention", MLP: "mlp", MOE: "moe"}
 
 DTypeName = Literal["float32", "bfloat16", "float16", "float64"]
 Activation = Literal["relu2", "silu", "gelu"]
 Eviction = Literal["lru", "ref_zero"]
 DebugCheck = Literal["integrity", "poison", "checksums"]
 
-#: Scan chunks that every tier implements.
-SCAN_CHUNK_SIZES = (16, 32, 64, 128, 256)
-#: Block size of a model without a scan chunk.
-DEFAULT_BLOCK_SIZE = 128
+#: Whole numbers that may be zero; any other is at least one.
+MAY_BE_ZERO = ("shared_size", "bos_token_id", "eos_token_ids", "snapshot_slots")
 #: Options that users of other engines may look for, and what they ask for.
 NOT_OFFERED = {
     "speculative_model": "speculative decoding",
@@ -71,11 +70,7 @@ class MambaConfig:
     def __post_init__(self) -> None:
         """Check every field."""
         _check_fields(self)
-        if self.num_heads % self.num_groups:
-            raise ConfigError(
-                f"{self.num_heads} Mamba heads cannot be shared out among "
-                f"{self.num_groups} groups"
-            )
+        _check_division("Mamba heads", self.num_heads, "groups", self.num_groups)
         if self.conv_width < 2:
             raise ConfigError(f"conv_width is {self.conv_width}; it must be at least 2")
         low, high = self.time_step_limit
@@ -124,26 +119,14 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         """Check every field."""
         _check_fields(self)
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} "
-                "key/value heads evenly"
-            )
+        _check_division(
+            "query heads", self.num_heads, "key/value heads", self.num_kv_heads
+        )
 
     @property
     def score_scale(self) -> float:
         """Factor on the scores: ``scale``, by default ``head_dim ** -0.5``."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
-
-    @property
-    def query_size(self) -> int:
-        """Columns of all query heads."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Columns of all key (or value) heads."""
-        return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -180,7 +163,7 @@ class MoeConfig:
     num_experts: int
     top_k: int
     expert_size: int
-    shared_size: int = 0
+    shared_size: int
     num_groups: int = 1
     top_k_groups: int = 1
     normalize_weights: bool = True
@@ -191,21 +174,11 @@ class MoeConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _check_fields(self, may_be_zero=("shared_size",))
-        if self.num_experts % self.num_groups:
-            raise ConfigError(
-                f"{self.num_experts} experts cannot form {self.num_groups} groups"
-            )
-        if self.top_k_groups > self.num_groups:
-            raise ConfigError(
-                f"routing takes {self.top_k_groups} of {self.num_groups} groups"
-            )
+        _check_fields(self)
+        _check_division("experts", self.num_experts, "groups", self.num_groups)
+        check_at_most("top_k_groups", self.top_k_groups, self.num_groups, "groups")
         eligible = self.num_experts // self.num_groups * self.top_k_groups
-        if self.top_k > eligible:
-            raise ConfigError(
-                f"each token visits {self.top_k} experts, but only {eligible} are "
-                "eligible"
-            )
+        check_at_most("top_k", self.top_k, eligible, "eligible experts")
         if self.num_groups > 1 and self.num_experts < 2 * self.num_groups:
             raise ConfigError(
                 "a group is scored by its two best experts, so it needs two; "
@@ -252,15 +225,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check every field, and that each letter of the pattern has its shape."""
-        _check_fields(self, may_be_zero=("bos_token_id", "eos_token_ids"))
-        parts = {MAMBA: "mamba", ATTENTION: "attention", MLP: "mlp", MOE: "moe"}
-        unknown = sorted(set(self.layer_pattern) - set(parts))
+        _check_fields(self)
+        unknown = sorted(set(self.layer_pattern) - set(LAYER_PARTS))
         if unknown or not self.layer_pattern:
             raise ConfigError(
                 f"layer pattern {self.layer_pattern!r} has unknown letters {unknown}; "
-                f"known are {''.join(parts)}"
+                f"known are {''.join(LAYER_PARTS)}"
             )
-        for letter, part in parts.items():
+        for letter, part in LAYER_PARTS.items():
             if letter in self.layer_pattern and getattr(self, part) is None:
                 raise ConfigError(
                     f"layer pattern {self.layer_pattern!r} has {letter!r} layers, but "
@@ -335,11 +307,10 @@ class EngineConfig:
         if isinstance(self.debug, str):
             raise ConfigError(f"debug is a tuple of checks, such as ({self.debug!r},)")
         for name in ("ssm_state_dtype", "kv_dtype"):
-            if "8" in str(getattr(self, name)):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; 8-bit caches are not offered"
-                )
-        _check_fields(self, may_be_zero=("snapshot_slots",))
+            value = getattr(self, name)
+            if "8" in str(value):
+                raise ConfigError(f"{name} is {value!r}; 8-bit caches are not offered")
+        _check_fields(self)
         for name, least in (("memory_fraction", 1e-6), ("snapshot_fraction", 0.0)):
             value = getattr(self, name)
             if value is not None and not least <= value <= 1:
@@ -418,21 +389,33 @@ def engine_options(config: EngineConfig, options: Mapping[str, Any]) -> EngineCo
     return replace(config, **options)
 
 
-def _check_fields(config: Any, may_be_zero: Collection[str] = ()) -> None:
+def check_at_most(name: str, value: int, most: int, what: str) -> None:
+    """Refuse a number of which the model has fewer."""
+    if value > most:
+        raise ConfigError(f"{name} is {value}; the model has only {most} {what}")
+
+
+def _check_division(what: str, number: int, shares: str, among: int) -> None:
+    """Refuse a number that cannot be shared out evenly."""
+    if number % among:
+        raise ConfigError(
+            f"{number} {what} cannot be shared out among {among} {shares}"
+        )
+
+
+def _check_fields(config: Any) -> None:
     """Hold every field to its type: choices, switches, and counts above zero."""
     hints = get_type_hints(type(config))
     for entry in fields(config):
         name, value = entry.name, getattr(config, entry.name)
-        allowed = _leaves(hints[name])
+        allowed, least = _leaves(hints[name]), int(name not in MAY_BE_ZERO)
+        choices = [each for each in allowed if isinstance(each, str)]
+        values: Any = value if isinstance(value, tuple) else (value,)
         if value is None and NoneType in allowed:
             continue
-        values: Any = value if isinstance(value, tuple) else (value,)
-        choices = [each for each in allowed if isinstance(each, str)]
-        least = 0 if name in may_be_zero else 1
         for each in values:
             if choices and each not in choices:
-                known = ", ".join(choices)
-                raise ConfigError(f"{name} is {each!r}; known are {known}")
+                raise ConfigError(f"{name} is {each!r}; known are {', '.join(choices)}")
             if bool in allowed and not isinstance(each, bool):
                 raise ConfigError(f"{name} is {each!r}; it must be True or False")
             if int in allowed and type(each) is not int:

@@ -8,30 +8,27 @@ published and in that of the ``transformers`` library.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-from lockstep.config import (
-    ATTENTION,
-    MAMBA,
-    MLP,
-    MOE,
-    AttentionConfig,
-    MambaConfig,
-    MlpConfig,
-    ModelConfig,
-    MoeConfig,
-)
+from lockstep import config as configs
+from lockstep.config import ATTENTION, LAYER_PARTS, MAMBA, MLP, MOE, ModelConfig
 from lockstep.errors import CheckpointError, ConfigError, UnsupportedModelError
 from lockstep.parameters import parameter_specs
+
+T = TypeVar("T")
+
+#: The fields of a Hugging Face config.
+Fields = Mapping[str, Any]
 
 
 def as_stored(stored: Tensor) -> Tensor:
@@ -47,6 +44,10 @@ def decay_rate(stored: Tensor) -> Tensor:
 def filter_taps(stored: Tensor) -> Tensor:
     """Drop the middle dimension of a depthwise convolution's weight."""
     return stored.reshape(*stored.shape[:1], -1)
+
+
+#: Parameters that checkpoints store in another form.
+TRANSFORMS = {"A": decay_rate, "conv_weight": filter_taps}
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Family:
         ignored: Beginnings of names of tensors that are left out on purpose.
     """
 
-    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    read_config: Callable[[Fields], ModelConfig]
     sources: Callable[[ModelConfig], dict[str, Source]]
     prefixes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -95,14 +96,15 @@ def family_of(model_type: object) -> Family:
     return family
 
 
-def read_model_config(fields: Mapping[str, Any]) -> ModelConfig:
+def read_model_config(fields: Fields) -> ModelConfig:
     """Make a `ModelConfig` of the fields of a Hugging Face config.
 
     Raises:
         UnsupportedModelError: A family or an option that is not implemented.
         ConfigError: A field that is missing or cannot work.
     """
-    _Fields(fields).refuse("quantization_config")
+    fields = {name: value for name, value in fields.items() if value is not None}
+    refuse_others(fields, {"quantization_config": ()})
     return family_of(fields.get("model_type")).read_config(fields)
 
 
@@ -131,46 +133,65 @@ def read_json(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], content)
 
 
-class _Fields:
-    """A config's fields, asked for by any of their spellings."""
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self.fields = fields
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        """Return the first field that is set, or the default."""
-        values = (self.fields.get(name) for name in names)
-        return next((value for value in values if value is not None), default)
-
-    def size(self, *names: str, default: int | None = None) -> int:
-        """Return a whole number; without a default, it must be there."""
-        value = self.get(*names, default=default)
-        if value is None:
-            raise ConfigError(f"the model's config lacks {names[0]}")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{names[0]} is {value!r}; it must be a whole number")
-        return value
-
-    def refuse(self, name: str, *harmless: object) -> None:
-        """Refuse an option unless it is unset or has a value that changes nothing."""
-        value = self.get(name)
-        if value is not None and value not in harmless:
+def refuse_others(fields: Fields, implemented: Mapping[str, Sequence[object]]) -> None:
+    """Refuse options that are set to anything but a value that is implemented."""
+    for name, values in implemented.items():
+        if name in fields and fields[name] not in values:
+            family, either = fields["model_type"], "".join(f" or {v!r}" for v in values)
             raise UnsupportedModelError(
-                f"{name}={value!r} is not implemented for model family "
-                f"{self.get('model_type')!r}"
+                f"{name}={fields[name]!r} is not implemented for model family "
+                f"{family!r}; it must be unset{either}"
             )
 
-    def choice(self, name: str, *known: str) -> Any:
-        """Return a field that must be one of a few; the first is the default."""
-        value = self.get(name, default=known[0])
-        if value not in known:
-            raise UnsupportedModelError(
-                f"{name}={value!r} is not implemented; known are {', '.join(known)}"
-            )
-        return value
+
+#: How values are brought into the form of a field; others stay as they are.
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda name: str(name).removeprefix("torch."),
+    "eos_token_ids": lambda ids: (ids,) if isinstance(ids, int) else tuple(ids),
+    # `transformers` writes infinity as an object.
+    "time_step_limit": lambda limits: tuple(
+        float(limit["__float__"] if isinstance(limit, dict) else limit)
+        for limit in limits
+    ),
+}
 
 
-_ACTIVATIONS = ("relu2", "silu", "gelu")
+def fill(
+    kind: type[T],
+    names: Mapping[str, str],
+    fields: Fields,
+    prefix: str = "",
+    settled: Mapping[str, Any] | None = None,
+) -> T:
+    """Make a `ModelConfig`, or the shape of one kind of layer, of a config's fields.
+
+    Args:
+        kind: The class to make.
+        names: For each of its fields, behind the prefix, what configs call it: the
+            first name present counts, of those set apart by ``|``. What is absent has
+            the default of the class.
+        fields: The config.
+        prefix: What the class's fields begin with in ``names``.
+        settled: Fields that are not in ``names``.
+
+    Raises:
+        ConfigError: A field that is missing or is not a whole number.
+    """
+    values = dict(settled or {})
+    for entry in dataclasses.fields(cast(Any, kind)):
+        if prefix + entry.name not in names:
+            continue
+        spellings = names[prefix + entry.name].split("|")
+        found = next((name for name in spellings if name in fields), None)
+        if found is not None:
+            value = fields[found]
+            if entry.type == "int" and type(value) is not int:
+                raise ConfigError(f"{found} is {value!r}; it must be a whole number")
+            values[entry.name] = _CONVERSIONS.get(entry.name, lambda x: x)(value)
+        elif entry.default is dataclasses.MISSING:
+            raise ConfigError(f"the model's config lacks {spellings[0]}")
+    return kind(**values)
+
 
 #: Names of layer types, those of the library and older ones.
 _LETTERS = {
@@ -183,20 +204,20 @@ _LETTERS = {
 }
 
 
-def _pattern(fields: _Fields) -> str:
+def _pattern(fields: Fields) -> str:
     """Return the layer pattern; a list of names goes before a string of letters."""
     spellings = ("layers_block_type", "layer_types", "hybrid_override_pattern")
-    names: Sequence[str] = fields.get(*spellings, default=())
+    names: Sequence[str] = next((fields[n] for n in spellings if n in fields), ())
     if not names:
         raise ConfigError(f"the model's config has none of {', '.join(spellings)}")
-    unknown = sorted(set(names) - set(_LETTERS) - set(_LETTERS.values()))
+    unknown = sorted(set(names) - set(_LETTERS) - set(LAYER_PARTS))
     if unknown:
+        known = ", ".join(_LETTERS)
         raise UnsupportedModelError(
-            f"layer types {unknown} are not implemented; known are "
-            f"{', '.join(_LETTERS)}"
+            f"layer types {unknown} are not implemented; known are {known}"
         )
     pattern = "".join(_LETTERS.get(name, name) for name in names)
-    depth = fields.size("num_hidden_layers", default=len(pattern))
+    depth = fields.get("num_hidden_layers", len(pattern))
     if depth != len(pattern):
         raise ConfigError(
             f"num_hidden_layers is {depth}, but the layer pattern {pattern!r} has "
@@ -205,149 +226,103 @@ def _pattern(fields: _Fields) -> str:
     return pattern
 
 
-def _read_nemotron_h(config: Mapping[str, Any]) -> ModelConfig:
-    fields = _Fields(config)
-    pattern = _pattern(fields)
-    fields.refuse("sliding_window")
+# Nemotron-H.
+
+#: What stands for a field that is absent, where `ModelConfig` has no default.
+_NEMOTRON_H_DEFAULTS = {"max_position_embeddings": 4096, "head_dim": 128}
+#: Options that only these values of are implemented.
+_NEMOTRON_H_IMPLEMENTED: dict[str, Sequence[object]] = {
+    "sliding_window": (),
     # Without biases in `transformers`, with them in the code first published.
-    fields.refuse("attention_bias", False)
-    fields.refuse("residual_in_fp32", False)
-    fields.refuse("mamba_proj_bias", False, fields.get("use_bias"))
-    if fields.size("num_nextn_predict_layers", default=0) > 0:
+    "attention_bias": (False,),
+    "residual_in_fp32": (False,),
+    "n_shared_experts": (1,),
+    "mamba_hidden_act": ("silu",),
+    "mlp_hidden_act": get_args(configs.Activation),
+}
+#: The config's name of each field of a `ModelConfig` and of its parts.
+_NEMOTRON_H_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "layer_norm_epsilon|norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "dtype": "dtype|torch_dtype",
+    "eos_token_ids": "eos_token_id",
+    "bos_token_id": "bos_token_id",
+    "mamba.num_heads": "mamba_num_heads",
+    "mamba.head_dim": "mamba_head_dim",
+    "mamba.state_size": "ssm_state_size",
+    "mamba.num_groups": "mamba_n_groups|n_groups",
+    "mamba.conv_width": "mamba_d_conv|conv_kernel",
+    "mamba.conv_bias": "mamba_conv_bias|use_conv_bias",
+    "mamba.proj_bias": "use_bias",
+    "mamba.scan_chunk_size": "mamba_chunk_size|chunk_size",
+    "mamba.time_step_limit": "mamba_dt_limit|time_step_limit",
+    "attention.num_heads": "num_attention_heads",
+    "attention.num_kv_heads": "num_key_value_heads|num_attention_heads",
+    "attention.head_dim": "attention_head_dim|head_dim",
+    "mlp.size": "intermediate_size",
+    "mlp.activation": "mlp_hidden_act",
+    "mlp.bias": "mlp_bias",
+    "moe.num_experts": "n_routed_experts|num_local_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.expert_size": "moe_intermediate_size",
+    "moe.shared_size": "moe_shared_expert_intermediate_size",
+    "moe.num_groups": "n_group",
+    "moe.top_k_groups": "topk_group",
+    "moe.normalize_weights": "norm_topk_prob",
+    "moe.scaling": "routed_scaling_factor",
+    "moe.latent_size": "moe_latent_size",
+    "moe.activation": "mlp_hidden_act",
+    "moe.bias": "mlp_bias",
+}
+#: Where parameters are stored whose names differ from ours, alternatives set apart by
+#: ``|``; any other is in its layer's ``mixer`` under its own name.
+_NEMOTRON_H_TENSORS = {
+    "embedding": "embeddings.weight",
+    "final_norm": "norm_f.weight",
+    "head": "lm_head.weight",
+    "norm": "norm.weight",
+    "conv_weight": "mixer.conv1d.weight",
+    "conv_bias": "mixer.conv1d.bias",
+    "A": "mixer.A_log",
+    "gated_norm": "mixer.norm.weight",
+    "router": "mixer.gate.weight",
+    "correction": "mixer.gate.e_score_correction_bias",
+    "experts_up": "mixer.experts.up_proj|mixer.experts.{expert}.up_proj.weight",
+    "experts_down": "mixer.experts.down_proj|mixer.experts.{expert}.down_proj.weight",
+    "shared_up": "mixer.shared_experts.up_proj",
+    "shared_down": "mixer.shared_experts.down_proj",
+    "latent_down": "mixer.fc1_latent_proj",
+    "latent_up": "mixer.fc2_latent_proj",
+}
+
+
+def _read_nemotron_h(fields: Fields) -> ModelConfig:
+    biases = {"mamba_proj_bias": (False, fields.get("use_bias"))}
+    refuse_others(fields, {**_NEMOTRON_H_IMPLEMENTED, **biases})
+    if fields.get("num_nextn_predict_layers"):
         warnings.warn("layers for multi-token prediction are left out", stacklevel=2)
-    eos = fields.get("eos_token_id", default=[])
-    dtype = fields.get("dtype", "torch_dtype", default="float32")
-    return ModelConfig(
-        family="nemotron_h",
-        layer_pattern=pattern,
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=fields.size("hidden_size"),
-        max_positions=fields.size("max_position_embeddings", default=4096),
-        norm_eps=float(fields.get("layer_norm_epsilon", "norm_eps", default=1e-5)),
-        tie_embeddings=bool(fields.get("tie_word_embeddings", default=False)),
-        dtype=cast(Any, str(dtype).removeprefix("torch.")),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
-        bos_token_id=fields.get("bos_token_id"),
-        mamba=_nemotron_h_mamba(fields) if MAMBA in pattern else None,
-        attention=_nemotron_h_attention(fields) if ATTENTION in pattern else None,
-        mlp=_nemotron_h_mlp(fields) if MLP in pattern else None,
-        moe=_nemotron_h_moe(fields) if MOE in pattern else None,
-    )
-
-
-def _nemotron_h_mamba(fields: _Fields) -> MambaConfig:
-    fields.choice("mamba_hidden_act", "silu")
-    limits = fields.get("mamba_dt_limit", "time_step_limit", default=(0.0, math.inf))
-    # `transformers` writes infinity as an object.
-    low, high = (float(x["__float__"] if isinstance(x, dict) else x) for x in limits)
-    return MambaConfig(
-        num_heads=fields.size("mamba_num_heads"),
-        head_dim=fields.size("mamba_head_dim"),
-        state_size=fields.size("ssm_state_size"),
-        num_groups=fields.size("mamba_n_groups", "n_groups"),
-        conv_width=fields.size("mamba_d_conv", "conv_kernel", default=4),
-        conv_bias=bool(fields.get("mamba_conv_bias", "use_conv_bias", default=True)),
-        proj_bias=bool(fields.get("use_bias", default=False)),
-        scan_chunk_size=fields.size("mamba_chunk_size", "chunk_size", default=128),
-        time_step_limit=(low, high),
-    )
-
-
-def _nemotron_h_attention(fields: _Fields) -> AttentionConfig:
-    heads = fields.size("num_attention_heads")
-    return AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=fields.size("num_key_value_heads", default=heads),
-        head_dim=fields.size("head_dim", "attention_head_dim", default=128),
-    )
-
-
-def _nemotron_h_mlp(fields: _Fields) -> MlpConfig:
-    return MlpConfig(
-        size=fields.size("intermediate_size"),
-        activation=fields.choice("mlp_hidden_act", *_ACTIVATIONS),
-        bias=bool(fields.get("mlp_bias", default=False)),
-    )
-
-
-def _nemotron_h_moe(fields: _Fields) -> MoeConfig:
-    fields.refuse("n_shared_experts", 1)
-    return MoeConfig(
-        num_experts=fields.size("n_routed_experts", "num_local_experts"),
-        top_k=fields.size("num_experts_per_tok"),
-        expert_size=fields.size("moe_intermediate_size"),
-        shared_size=fields.size("moe_shared_expert_intermediate_size"),
-        num_groups=fields.size("n_group", default=1),
-        top_k_groups=fields.size("topk_group", default=1),
-        normalize_weights=bool(fields.get("norm_topk_prob", default=True)),
-        scaling=float(fields.get("routed_scaling_factor", default=1.0)),
-        latent_size=fields.get("moe_latent_size"),
-        activation=fields.choice("mlp_hidden_act", *_ACTIVATIONS),
-        bias=bool(fields.get("mlp_bias", default=False)),
-    )
-
-
-#: Parameters of Mamba-2 layers, named alike in every family.
-MAMBA_NAMES = {
-    "in_proj": "in_proj",
-    "conv_weight": "conv1d.weight",
-    "conv_bias": "conv1d.bias",
-    "A": "A_log",
-    "dt_bias": "dt_bias",
-    "D": "D",
-    "gated_norm": "norm.weight",
-    "out_proj": "out_proj",
-}
-#: Parameters that checkpoints store in another form.
-TRANSFORMS = {"A": decay_rate, "conv_weight": filter_taps}
-
-_NEMOTRON_H_NAMES = {
-    MAMBA: MAMBA_NAMES,
-    ATTENTION: {name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
-    MLP: {name: name for name in ("up_proj", "down_proj")},
-    MOE: {
-        "router": "gate.weight",
-        "correction": "gate.e_score_correction_bias",
-        "experts_up": "experts.up_proj|experts.{expert}.up_proj.weight",
-        "experts_down": "experts.down_proj|experts.{expert}.down_proj.weight",
-        "shared_up": "shared_experts.up_proj",
-        "shared_down": "shared_experts.down_proj",
-        "latent_down": "fc1_latent_proj",
-        "latent_up": "fc2_latent_proj",
-    },
-}
-
-
-def layer_source(prefix: str, names: Mapping[str, str], leaf: str) -> Source:
-    """Look a layer's parameter up in a table of names.
-
-    Args:
-        prefix: Where the layer's tensors are.
-        names: From parameter names, less ``.weight`` and ``.bias``, to stored ones;
-            alternatives are set apart by ``|``.
-        leaf: The parameter's name within its layer.
-    """
-    base, dot, part = leaf.partition(".")
-    stored = tuple(prefix + name + dot + part for name in names[base].split("|"))
-    return Source(stored, TRANSFORMS.get(base, as_stored))
+    pattern = _pattern(fields)
+    fields = {**_NEMOTRON_H_DEFAULTS, **fields}
+    shapes: dict[str, Any] = {"family": "nemotron_h", "layer_pattern": pattern}
+    for letter, part in LAYER_PARTS.items():
+        if letter in pattern:
+            kind, _ = get_args(get_type_hints(ModelConfig)[part])  # the class, or None
+            shapes[part] = fill(kind, _NEMOTRON_H_FIELDS, fields, f"{part}.")
+    return fill(ModelConfig, _NEMOTRON_H_FIELDS, fields, settled=shapes)
 
 
 def _nemotron_h_sources(config: ModelConfig) -> dict[str, Source]:
-    sources = {
-        "embedding": Source(("embeddings.weight",)),
-        "final_norm": Source(("norm_f.weight",)),
-        "head": Source(("lm_head.weight",)),
-    }
+    sources: dict[str, Source] = {}
     for name in parameter_specs(config):
-        if name.startswith("layers."):
-            _, index, leaf = name.split(".", 2)
-            names = _NEMOTRON_H_NAMES[config.layer_pattern[int(index)]]
-            layer = f"layers.{index}."
-            sources[name] = (
-                Source((layer + "norm.weight",))
-                if leaf == "norm"
-                else layer_source(layer + "mixer.", names, leaf)
-            )
+        match = re.fullmatch(r"(layers\.\d+\.)?(\w+)(\.\w+)?", name)
+        assert match is not None
+        layer, base, part = match.groups(default="")
+        stored = _NEMOTRON_H_TENSORS.get(base, f"mixer.{base}").split("|")
+        names = tuple(layer + form + part for form in stored)
+        sources[name] = Source(names, TRANSFORMS.get(base, as_stored))
     return sources
 
 

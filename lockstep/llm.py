@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.assemble import build_engine
-from lockstep.config import EngineConfig, ModelConfig
+from lockstep.config import EngineConfig, ModelConfig, engine_options
 from lockstep.errors import CheckpointError, ConfigError, RequestError
 from lockstep.families import read_config_files, read_model_config
 from lockstep.memory import describe, plan_memory, torch_dtype, warnings_for
-from lockstep.parameters import Parameters, parameter_specs
+from lockstep.parameters import make_parameters, num_parameters, num_weight_bytes
 from lockstep.request import RequestOutput, SamplingParams
 from lockstep.tokenizer import Tokenizer
-from lockstep.weights import RandomWeights, draw_parameters, load_parameters
+from lockstep.weights import Checkpoint, RandomWeights
 
 T = TypeVar("T")
 
@@ -50,6 +50,7 @@ class LLM:
             ``{"scan.scan_prefill": my_scan}``.
         weights: How random weights are drawn; only with a `ModelConfig`.
         verbose: Whether the memory plan is printed and progress shown, on stderr.
+        options: Options of `EngineConfig` by name, in place of those of ``config``.
 
     Attributes:
         model_config: The model.
@@ -71,34 +72,31 @@ class LLM:
         components: Mapping[str, Any] | None = None,
         weights: RandomWeights | None = None,
         verbose: bool = True,
+        **options: Any,
     ) -> None:
         """Load or draw the weights and build the engine."""
-        folder: Path | None = None
+        engine_config = engine_options(config or EngineConfig(), options)
+        folder = None
         if not isinstance(model, ModelConfig):
             folder = _find_folder(model)
             model = read_model_config(read_config_files(folder))
+        if folder and weights:
+            raise ConfigError("random weights go with a config, not with a checkpoint")
         self.model_config, self.verbose = model, verbose
         self.device = _find_device(device)
         self.dtype = _find_dtype(dtype, model, self.device)
-        engine_config = config or EngineConfig()
-        self.sizes = plan_memory(
-            model,
-            engine_config,
-            self.device,
-            self.dtype,
-            num_weight_bytes(model, self.dtype),
-        )
+        taken = num_weight_bytes(model, self.dtype)
+        self.sizes = plan_memory(model, engine_config, self.device, self.dtype, taken)
         self._announce(engine_config)
         self._tokenizer = Tokenizer.from_folder(folder) if folder else None
-        self.engine: Any = build_engine(
-            model,
-            engine_config,
-            self.sizes,
-            self._make_parameters(folder, weights),
-            self.device,
-            backend,
-            components,
-        )
+        source = weights or RandomWeights()
+        if folder:
+            source = Checkpoint(folder, model, self.device)
+        progress = partial(self._show, "loading weights")
+        where = self.dtype, self.device
+        parameters = make_parameters(model, *where, source.fill, progress)
+        parts = model, engine_config, self.sizes, parameters, self.device
+        self.engine: Any = build_engine(*parts, backend, components)
 
     @classmethod
     def from_config(
@@ -114,7 +112,8 @@ class LLM:
             config: The fields of a Hugging Face config, or a `ModelConfig`.
             weights: How weights are drawn; `RandomWeights` as it is unless given.
             engine_config: Budgets, cache and checks; ``config`` of the class itself.
-            options: Further arguments of the class.
+            options: Further arguments of the class, options of `EngineConfig` among
+                them.
         """
         model = config if isinstance(config, ModelConfig) else read_model_config(config)
         return cls(model, config=engine_config, weights=weights, **options)
@@ -151,12 +150,18 @@ class LLM:
             RequestError: Some prompts cannot be served. All are checked before any is
                 started, and every fault is listed.
         """
-        checked = self._check(_as_list(prompts), sampling_params)
+        prompts = _as_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        checked = self._check(prompts, sampling_params)
         ids: list[str] = [self.engine.add(*request) for request in checked]
         outputs: dict[str, RequestOutput] = {}
         try:
-            for output in self._show(self._run(set(ids)), len(ids), "generating"):
-                outputs[output.request_id] = self._with_text(output)
+            for output in self._show("generating", self._run(set(ids)), len(ids)):
+                text = (
+                    self._tokenizer.decode(output.token_ids) if self._tokenizer else ""
+                )
+                outputs[output.request_id] = replace(output, text=text)
         except BaseException:
             for request_id in set(ids) - set(outputs):
                 self.engine.abort(request_id)
@@ -164,13 +169,9 @@ class LLM:
         return [outputs[request_id] for request_id in ids]
 
     def _check(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]
     ) -> list[tuple[list[int], SamplingParams]]:
         """Turn prompts into token ids and let the engine judge each."""
-        if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * len(prompts)
         if len(sampling) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts came with {len(sampling)} sampling parameters"
@@ -204,30 +205,6 @@ class LLM:
                     pending.remove(output.request_id)
                     yield output
 
-    def _with_text(self, output: RequestOutput) -> RequestOutput:
-        if self._tokenizer is None:
-            return output
-        return dataclasses.replace(
-            output, text=self._tokenizer.decode(output.token_ids)
-        )
-
-    def _make_parameters(
-        self, folder: Path | None, weights: RandomWeights | None
-    ) -> Parameters:
-        def progress(names: list[str]) -> Iterable[str]:
-            return self._show(names, len(names), "loading weights")
-
-        if folder is None:
-            rule = weights or RandomWeights()
-            return draw_parameters(
-                self.model_config, rule, self.dtype, self.device, progress
-            )
-        if weights is not None:
-            raise ConfigError("random weights go with a config, not with a checkpoint")
-        return load_parameters(
-            folder, self.model_config, self.dtype, self.device, progress
-        )
-
     def _announce(self, engine_config: EngineConfig) -> None:
         """Print the memory plan, and warn of what is on and can do nothing."""
         model = self.model_config
@@ -239,28 +216,16 @@ class LLM:
         for message in warnings_for(model, engine_config, self.sizes):
             warnings.warn(message, stacklevel=3)
 
-    def _show(self, items: Iterable[T], total: int, what: str) -> Iterable[T]:
+    def _show(
+        self, what: str, items: Iterable[T], total: int | None = None
+    ) -> Iterable[T]:
         """Show a progress bar where somebody watches."""
         if not (self.verbose and sys.stderr.isatty()):
             return items
         from rich.console import Console
         from rich.progress import track
 
-        console = Console(stderr=True)
-        return track(items, what, total=total, console=console, transient=True)
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Count a model's parameters."""
-    return sum(math.prod(spec.shape) for spec in parameter_specs(config).values())
-
-
-def num_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Count the bytes that a model's parameters take."""
-    return sum(
-        math.prod(spec.shape) * spec.dtype(dtype).itemsize
-        for spec in parameter_specs(config).values()
-    )
+        return track(items, what, total, console=Console(stderr=True), transient=True)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

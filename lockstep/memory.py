@@ -21,20 +21,17 @@ import torch
 from torch import Tensor
 
 from lockstep.blocks import num_blocks_for
-from lockstep.config import (
-    DEFAULT_BLOCK_SIZE,
-    SCAN_CHUNK_SIZES,
-    EngineConfig,
-    ModelConfig,
-    Sizes,
-)
+from lockstep.config import EngineConfig, ModelConfig, Sizes, check_at_most
 from lockstep.errors import ConfigError
 from lockstep.parameters import parameter_specs
 from lockstep.shapes import AllConvStates, AllKvBlocks, AllSsmStates
 
-GIB = 1024**3
+#: Scan chunks that every tier implements.
+SCAN_CHUNK_SIZES = (16, 32, 64, 128, 256)
+#: Block size of a model without a scan chunk.
+DEFAULT_BLOCK_SIZE = 128
 DEFAULT_GPU_FRACTION = 0.9
-DEFAULT_CPU_LIMIT = GIB
+DEFAULT_CPU_LIMIT = 1024**3
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -77,7 +74,8 @@ def plan_memory(
             in which nothing fits.
     """
     block_size, scan_chunk = settle_block_size(model, engine)
-    max_length = _settle_max_length(model, engine)
+    max_length = engine.max_length or model.max_positions
+    check_at_most("max_length", max_length, model.max_positions, "positions")
     kv, conv, ssm = _shapes(model, block_size)
     kv_size, ssm_size = (dtype.itemsize for dtype in _dtypes(engine, model_dtype))
     per_block = math.prod(kv) * kv_size
@@ -202,16 +200,6 @@ def _dtypes(
     own = engine.kv_dtype == "auto"
     kv_dtype = model_dtype if own else torch_dtype(engine.kv_dtype)
     return kv_dtype, torch_dtype(engine.ssm_state_dtype)
-
-
-def _settle_max_length(model: ModelConfig, engine: EngineConfig) -> int:
-    max_length = engine.max_length or model.max_positions
-    if max_length > model.max_positions:
-        raise ConfigError(
-            f"max_length is {max_length}; the model was made for "
-            f"{model.max_positions} positions"
-        )
-    return max_length
 
 
 def _workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:

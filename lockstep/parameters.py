@@ -7,51 +7,24 @@ all, so that loading, checking and drawing at random read one table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lockstep.config import ATTENTION, MAMBA, MLP, MOE, ModelConfig
-from lockstep.shapes import (
-    Bias,
-    ConvBias,
-    ConvWeight,
-    ExpertsDown,
-    ExpertsUp,
-    NormWeight,
-    PerExpert,
-    PerMambaHead,
-    Weight,
-)
+from lockstep import config as configs
+from lockstep import shapes
+from lockstep.config import ATTENTION, LAYER_PARTS, MAMBA, MLP, MOE, ModelConfig
 
-
-class ParameterKind(StrEnum):
-    """What a parameter is; decides its dtype and how it is drawn at random."""
-
-    MATRIX = "matrix"
-    NORM = "norm"
-    BIAS = "bias"
-    ROUTER = "router"
-    CORRECTION = "correction"
-    DECAY = "decay"
-    TIME_STEP = "time_step"
-    SKIP = "skip"
-
-
+#: What a parameter is; decides its dtype and how it is drawn at random.
+ParameterKind = Literal[
+    "matrix", "norm", "bias", "router", "correction", "decay", "time_step", "skip"
+]
 #: Kinds held in float32 whatever the model's dtype: they enter float32 arithmetic.
-FLOAT32_KINDS = frozenset(
-    {
-        ParameterKind.ROUTER,
-        ParameterKind.CORRECTION,
-        ParameterKind.DECAY,
-        ParameterKind.TIME_STEP,
-        ParameterKind.SKIP,
-    }
-)
+FLOAT32_KINDS = ("router", "correction", "decay", "time_step", "skip")
 
 
 @dataclass(frozen=True)
@@ -71,8 +44,8 @@ class ParameterSpec:
 class LinearParameters:
     """A matrix product, with or without a bias."""
 
-    weight: Weight
-    bias: Bias | None
+    weight: shapes.Weight
+    bias: shapes.Bias | None
 
 
 @dataclass(frozen=True)
@@ -91,14 +64,14 @@ class MambaParameters:
         out_proj: Back to the residual stream.
     """
 
-    norm: NormWeight
+    norm: shapes.NormWeight
     in_proj: LinearParameters
-    conv_weight: ConvWeight
-    conv_bias: ConvBias | None
-    A: PerMambaHead
-    dt_bias: PerMambaHead
-    D: PerMambaHead
-    gated_norm: NormWeight
+    conv_weight: shapes.ConvWeight
+    conv_bias: shapes.ConvBias | None
+    A: shapes.PerMambaHead
+    dt_bias: shapes.PerMambaHead
+    D: shapes.PerMambaHead
+    gated_norm: shapes.NormWeight
     out_proj: LinearParameters
 
 
@@ -106,7 +79,7 @@ class MambaParameters:
 class AttentionParameters:
     """One attention layer."""
 
-    norm: NormWeight
+    norm: shapes.NormWeight
     q_proj: LinearParameters
     k_proj: LinearParameters
     v_proj: LinearParameters
@@ -117,7 +90,7 @@ class AttentionParameters:
 class MlpParameters:
     """One MLP layer."""
 
-    norm: NormWeight
+    norm: shapes.NormWeight
     up_proj: LinearParameters
     down_proj: LinearParameters
 
@@ -138,11 +111,11 @@ class MoeParameters:
         latent_up: Back from it.
     """
 
-    norm: NormWeight
-    router: Weight
-    correction: PerExpert
-    experts_up: ExpertsUp
-    experts_down: ExpertsDown
+    norm: shapes.NormWeight
+    router: shapes.Weight
+    correction: shapes.PerExpert
+    experts_up: shapes.ExpertsUp
+    experts_down: shapes.ExpertsDown
     shared_up: LinearParameters | None
     shared_down: LinearParameters | None
     latent_down: LinearParameters | None
@@ -156,33 +129,10 @@ LayerParameters = MambaParameters | AttentionParameters | MlpParameters | MoePar
 class Parameters:
     """All parameters of a model; ``head`` is the embedding where they are tied."""
 
-    embedding: Weight
+    embedding: shapes.Weight
     layers: tuple[LayerParameters, ...]
-    final_norm: NormWeight
-    head: Weight
-
-    @property
-    def num_parameters(self) -> int:
-        """Count the parameters, those of tied matrices once."""
-        return sum(tensor.numel() for tensor in self._unique_tensors())
-
-    @property
-    def num_bytes(self) -> int:
-        """Count the bytes the parameters take."""
-        return sum(t.numel() * t.element_size() for t in self._unique_tensors())
-
-    def _unique_tensors(self) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
-        pending: list[object] = [self]
-        while pending:
-            item = pending.pop()
-            if isinstance(item, Tensor):
-                found[item.data_ptr()] = item
-            elif isinstance(item, tuple):
-                pending.extend(item)  # type: ignore[arg-type]
-            elif item is not None:
-                pending.extend(vars(item).values())
-        return list(found.values())
+    final_norm: shapes.NormWeight
+    head: shapes.Weight
 
 
 Specs = dict[str, ParameterSpec]
@@ -190,87 +140,51 @@ Specs = dict[str, ParameterSpec]
 
 def parameter_specs(config: ModelConfig) -> Specs:
     """List every parameter of a model by its flat name."""
-    embedding = (config.vocab_size, config.hidden_size)
-    specs = _one("embedding", ParameterKind.MATRIX, *embedding)
-    layer_specs = {
-        MAMBA: _mamba_specs,
-        ATTENTION: _attention_specs,
-        MLP: _mlp_specs,
-        MOE: _moe_specs,
-    }
-    norm = ParameterSpec((config.hidden_size,), ParameterKind.NORM)
+    embedding = ParameterSpec((config.vocab_size, config.hidden_size), "matrix")
+    norm = ParameterSpec((config.hidden_size,), "norm")
+    specs = {"embedding": embedding}
     for index, letter in enumerate(config.layer_pattern):
-        layer = {"norm": norm, **layer_specs[letter](config)}
+        shape = getattr(config, LAYER_PARTS[letter])
+        layer = {"norm": norm, **_LAYERS[letter][1](config.hidden_size, shape)}
         specs |= {f"layers.{index}.{name}": spec for name, spec in layer.items()}
     specs["final_norm"] = norm
-    if not config.tie_embeddings:
-        specs |= _one("head", ParameterKind.MATRIX, *embedding)
-    return specs
+    return specs if config.tie_embeddings else {**specs, "head": embedding}
 
 
-def _one(name: str, kind: ParameterKind, *shape: int) -> Specs:
-    return {name: ParameterSpec(shape, kind)}
+def num_parameters(config: ModelConfig) -> int:
+    """Count a model's parameters, those of tied matrices once."""
+    return sum(math.prod(spec.shape) for spec in parameter_specs(config).values())
 
 
-def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Specs:
-    weight = _one(f"{name}.weight", ParameterKind.MATRIX, outputs, inputs)
-    return weight | (_one(f"{name}.bias", ParameterKind.BIAS, outputs) if bias else {})
+def num_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Count the bytes that a model's parameters take."""
+    specs = parameter_specs(config).values()
+    return sum(math.prod(spec.shape) * spec.dtype(dtype).itemsize for spec in specs)
 
 
-def _mamba_specs(config: ModelConfig) -> Specs:
-    mamba, kind = config.mamba, ParameterKind
-    assert mamba is not None
-    hidden, inner, heads = config.hidden_size, mamba.inner_size, mamba.num_heads
-    channels, bias = mamba.conv_channels, mamba.proj_bias
-    return {
-        **_linear("in_proj", mamba.in_proj_size, hidden, bias),
-        **_one("conv_weight", kind.MATRIX, channels, mamba.conv_width),
-        **(_one("conv_bias", kind.BIAS, channels) if mamba.conv_bias else {}),
-        **_one("A", kind.DECAY, heads),
-        **_one("dt_bias", kind.TIME_STEP, heads),
-        **_one("D", kind.SKIP, heads),
-        **_one("gated_norm", kind.NORM, inner),
-        **_linear("out_proj", hidden, inner, bias),
-    }
+def make_parameters(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    fill: Callable[[Tensor, str, ParameterKind], object],
+    progress: Callable[[list[str]], Iterable[str]] = iter,
+) -> Parameters:
+    """Make every parameter of a model, straight in its dtype and on its device.
 
-
-def _attention_specs(config: ModelConfig) -> Specs:
-    attention = config.attention
-    assert attention is not None
-    hidden, bias = config.hidden_size, attention.bias
-    return {
-        **_linear("q_proj", attention.query_size, hidden, bias),
-        **_linear("k_proj", attention.kv_size, hidden, bias),
-        **_linear("v_proj", attention.kv_size, hidden, bias),
-        **_linear("o_proj", hidden, attention.query_size, bias),
-    }
-
-
-def _mlp_specs(config: ModelConfig) -> Specs:
-    mlp, hidden = config.mlp, config.hidden_size
-    assert mlp is not None
-    up = _linear("up_proj", mlp.size, hidden, mlp.bias)
-    return up | _linear("down_proj", hidden, mlp.size, mlp.bias)
-
-
-def _moe_specs(config: ModelConfig) -> Specs:
-    moe, kind = config.moe, ParameterKind
-    assert moe is not None
-    hidden, experts, bias = config.hidden_size, moe.num_experts, moe.bias
-    width = moe.latent_size or hidden
-    specs = {
-        **_one("router", kind.ROUTER, experts, hidden),
-        **_one("correction", kind.CORRECTION, experts),
-        **_one("experts_up", kind.MATRIX, experts, moe.expert_size, width),
-        **_one("experts_down", kind.MATRIX, experts, width, moe.expert_size),
-    }
-    if moe.shared_size:
-        specs |= _linear("shared_up", moe.shared_size, hidden, bias)
-        specs |= _linear("shared_down", hidden, moe.shared_size, bias)
-    if moe.latent_size:
-        specs |= _linear("latent_down", width, hidden, bias)
-        specs |= _linear("latent_up", hidden, width, bias)
-    return specs
+    Args:
+        config: The model.
+        dtype: The model's dtype.
+        device: Where parameters are to be.
+        fill: Writes a parameter, given its tensor, flat name and kind.
+        progress: Wraps the names as they are worked off, to show how far it is.
+    """
+    flat: dict[str, Tensor] = {}
+    specs = parameter_specs(config)
+    for name in progress([*specs]):
+        spec = specs[name]
+        flat[name] = torch.empty(spec.shape, dtype=spec.dtype(dtype), device=device)
+        fill(flat[name], name, spec.kind)
+    return build_parameters(config, flat)
 
 
 def build_parameters(config: ModelConfig, flat: Mapping[str, Tensor]) -> Parameters:
@@ -280,21 +194,13 @@ def build_parameters(config: ModelConfig, flat: Mapping[str, Tensor]) -> Paramet
         config: The model.
         flat: One tensor for each name of `parameter_specs`.
     """
-    kinds: dict[str, type[LayerParameters]] = {
-        MAMBA: MambaParameters,
-        ATTENTION: AttentionParameters,
-        MLP: MlpParameters,
-        MOE: MoeParameters,
-    }
-    return Parameters(
-        embedding=flat["embedding"],
-        layers=tuple(
-            _group(kinds[letter], flat, f"layers.{index}.")
-            for index, letter in enumerate(config.layer_pattern)
-        ),
-        final_norm=flat["final_norm"],
-        head=flat["embedding"] if config.tie_embeddings else flat["head"],
+    layers = tuple(
+        _group(_LAYERS[letter][0], flat, f"layers.{index}.")
+        for index, letter in enumerate(config.layer_pattern)
     )
+    embedding = flat["embedding"]
+    head = embedding if config.tie_embeddings else flat["head"]
+    return Parameters(embedding, layers, flat["final_norm"], head)
 
 
 def _group(
@@ -304,9 +210,73 @@ def _group(
     values: dict[str, Any] = {}
     for entry in fields(kind):
         name = prefix + entry.name
-        weight = flat.get(f"{name}.weight")
-        linear = weight is not None and LinearParameters(
-            weight, flat.get(f"{name}.bias")
-        )
-        values[entry.name] = linear or flat.get(name)
+        values[entry.name] = flat.get(name)
+        if f"{name}.weight" in flat:
+            weight, bias = flat[f"{name}.weight"], flat.get(f"{name}.bias")
+            values[entry.name] = LinearParameters(weight, bias)
     return kind(**values)
+
+
+def _one(name: str, kind: ParameterKind, *shape: int) -> Specs:
+    return {name: ParameterSpec(shape, kind)}
+
+
+def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Specs:
+    weight = _one(f"{name}.weight", "matrix", outputs, inputs)
+    return weight | (_one(f"{name}.bias", "bias", outputs) if bias else {})
+
+
+def _mamba_specs(hidden: int, mamba: configs.MambaConfig) -> Specs:
+    channels, heads, bias = mamba.conv_channels, mamba.num_heads, mamba.proj_bias
+    return {
+        **_linear("in_proj", mamba.in_proj_size, hidden, bias),
+        **_one("conv_weight", "matrix", channels, mamba.conv_width),
+        **(_one("conv_bias", "bias", channels) if mamba.conv_bias else {}),
+        **_one("A", "decay", heads),
+        **_one("dt_bias", "time_step", heads),
+        **_one("D", "skip", heads),
+        **_one("gated_norm", "norm", mamba.inner_size),
+        **_linear("out_proj", hidden, mamba.inner_size, bias),
+    }
+
+
+def _attention_specs(hidden: int, attention: configs.AttentionConfig) -> Specs:
+    bias, query_size = attention.bias, attention.num_heads * attention.head_dim
+    kv_size = attention.num_kv_heads * attention.head_dim
+    return {
+        **_linear("q_proj", query_size, hidden, bias),
+        **_linear("k_proj", kv_size, hidden, bias),
+        **_linear("v_proj", kv_size, hidden, bias),
+        **_linear("o_proj", hidden, query_size, bias),
+    }
+
+
+def _mlp_specs(hidden: int, mlp: configs.MlpConfig) -> Specs:
+    up = _linear("up_proj", mlp.size, hidden, mlp.bias)
+    return up | _linear("down_proj", hidden, mlp.size, mlp.bias)
+
+
+def _moe_specs(hidden: int, moe: configs.MoeConfig) -> Specs:
+    width = moe.latent_size or hidden
+    specs = {
+        **_one("router", "router", moe.num_experts, hidden),
+        **_one("correction", "correction", moe.num_experts),
+        **_one("experts_up", "matrix", moe.num_experts, moe.expert_size, width),
+        **_one("experts_down", "matrix", moe.num_experts, width, moe.expert_size),
+    }
+    if moe.shared_size:
+        specs |= _linear("shared_up", moe.shared_size, hidden, moe.bias)
+        specs |= _linear("shared_down", hidden, moe.shared_size, moe.bias)
+    if moe.latent_size:
+        specs |= _linear("latent_down", width, hidden, moe.bias)
+        specs |= _linear("latent_up", hidden, width, moe.bias)
+    return specs
+
+
+#: For each letter of a layer pattern, how its parameters are grouped, and their specs.
+_LAYERS: dict[str, tuple[type[LayerParameters], Callable[[int, Any], Specs]]] = {
+    MAMBA: (MambaParameters, _mamba_specs),
+    ATTENTION: (AttentionParameters, _attention_specs),
+    MLP: (MlpParameters, _mlp_specs),
+    MOE: (MoeParameters, _moe_specs),
+}

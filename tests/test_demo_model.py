@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from lockstep import LLM, EngineConfig, SamplingParams
-from lockstep.llm import DEMO_FOLDER, num_parameters
+from lockstep.llm import DEMO_FOLDER
+from lockstep.parameters import num_parameters
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "training" / "demo"
 RECORD: dict[str, Any] = json.loads((DEMO_FOLDER / "training_run.json").read_text())

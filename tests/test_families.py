@@ -19,8 +19,7 @@ from lockstep.families import (
     read_config_files,
     read_model_config,
 )
-from lockstep.llm import num_parameters
-from lockstep.parameters import parameter_specs
+from lockstep.parameters import num_parameters, parameter_specs
 
 TINY: dict[str, Any] = {
     "model_type": "nemotron_h",

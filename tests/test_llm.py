@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from lockstep import LLM, EngineConfig, RandomWeights, SamplingParams
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, RequestError
 from tests.checkpoints import BASE, MOE, save
+from tests.engines import WITNESS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 FIELDS: dict[str, Any] = {"model_type": "nemotron_h", **BASE, **MOE}
@@ -30,7 +32,7 @@ def random_model(seed: int = 0, **options: Any) -> LLM:
     """A model of random weights, without a folder."""
     settings: dict[str, Any] = {"device": "cpu", "engine_config": SMALL}
     settings |= {"verbose": False, **options}
-    return LLM.from_config(FIELDS, weights=RandomWeights.witness(seed), **settings)
+    return LLM.from_config(FIELDS, weights=replace(WITNESS, seed=seed), **settings)
 
 
 def test_one_prompt_of_text() -> None:
@@ -128,7 +130,7 @@ def test_random_weights() -> None:
     assert expected.token_ids != other.token_ids
     same = LLM(
         first.model_config,
-        weights=RandomWeights.witness(),
+        weights=WITNESS,
         device="cpu",
         config=SMALL,
         verbose=False,

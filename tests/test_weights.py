@@ -20,10 +20,11 @@ from lockstep.parameters import (
     MoeParameters,
     ParameterKind,
     Parameters,
-    ParameterSpec,
+    make_parameters,
 )
-from lockstep.weights import RandomWeights, draw_parameters, load_parameters
+from lockstep.weights import Checkpoint, RandomWeights
 from tests.checkpoints import MOE, save
+from tests.engines import WITNESS
 from tests.factories import CPU, model_config
 from tests.tolerances import SIGNIFICANCE, assert_equal
 
@@ -39,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Parameters:
     """Load a folder's parameters."""
     config = read_model_config(read_config_files(folder))
-    return load_parameters(folder, config, dtype, CPU)
+    return make_parameters(config, dtype, CPU, Checkpoint(folder, config, CPU).fill)
 
 
 def edit(folder: Path, **changes: Tensor | None) -> None:
@@ -147,7 +148,7 @@ def draw(
     config: ModelConfig, rule: RandomWeights, dtype: torch.dtype = torch.float32
 ) -> Parameters:
     """Draw a model on the CPU."""
-    return draw_parameters(config, rule, dtype, CPU)
+    return make_parameters(config, dtype, CPU, rule.fill)
 
 
 def test_draws_depend_on_seed_and_name_alone() -> None:
@@ -179,8 +180,9 @@ def test_a_narrow_dtype_only_rounds() -> None:
 
 def sample(kind: ParameterKind, rule: RandomWeights) -> Tensor:
     """Draw many values of one kind."""
-    shape = (400, 100) if kind is ParameterKind.MATRIX else (40_000,)
-    return rule.draw("name", ParameterSpec(shape, kind), CPU)
+    values = torch.empty((400, 100) if kind == "matrix" else (40_000,))
+    rule.fill(values, "name", kind)
+    return values
 
 
 def assert_uniform(values: Tensor) -> None:
@@ -194,29 +196,25 @@ def assert_uniform(values: Tensor) -> None:
 def test_the_rule() -> None:
     """The distributions that benchmarks use."""
     rule = RandomWeights()
-    matrix = sample(ParameterKind.MATRIX, rule)
+    matrix = sample("matrix", rule)
     assert_uniform(torch.special.ndtr(matrix.flatten() / 0.02))
-    assert_uniform((-sample(ParameterKind.DECAY, rule) - 1) / 15)
-    step = torch.nn.functional.softplus(sample(ParameterKind.TIME_STEP, rule))
+    assert_uniform((-sample("decay", rule) - 1) / 15)
+    step = torch.nn.functional.softplus(sample("time_step", rule))
     assert_uniform((step.log() - math.log(0.001)) / math.log(100))
-    for kind, value in (
-        (ParameterKind.NORM, 1.0),
-        (ParameterKind.SKIP, 1.0),
-        (ParameterKind.BIAS, 0.0),
-        (ParameterKind.CORRECTION, 0.0),
-    ):
+    constant: dict[ParameterKind, float] = {"norm": 1, "skip": 1}
+    constant |= {"bias": 0, "correction": 0}
+    for kind, value in constant.items():
         assert (sample(kind, rule) == value).all()
 
 
 def test_the_witness_rule() -> None:
     """Slow decays, long steps, and nothing without effect."""
-    rule = RandomWeights.witness()
-    decay = -sample(ParameterKind.DECAY, rule)
+    decay = -sample("decay", WITNESS)
     assert_uniform((decay.log() - math.log(0.01)) / math.log(200))
-    step = torch.nn.functional.softplus(sample(ParameterKind.TIME_STEP, rule))
+    step = torch.nn.functional.softplus(sample("time_step", WITNESS))
     assert_uniform((step.log() - math.log(0.1)) / math.log(10))
-    assert_uniform(torch.special.ndtr(sample(ParameterKind.SKIP, rule) / 0.1))
-    matrix = sample(ParameterKind.MATRIX, rule)
+    assert_uniform(torch.special.ndtr(sample("skip", WITNESS) / 0.1))
+    matrix = sample("matrix", WITNESS)
     assert_uniform(torch.special.ndtr(matrix.flatten() * 10))
-    for kind in (ParameterKind.BIAS, ParameterKind.CORRECTION, ParameterKind.NORM):
-        assert sample(kind, rule).std() > 0.05
+    for kind in ("bias", "correction", "norm"):
+        assert sample(kind, WITNESS).std() > 0.05

@@ -16,8 +16,7 @@ from lockstep import LLM, EngineConfig
 from lockstep.errors import RequestError
 from lockstep.plan import SkipLimit, StepPlan
 from lockstep.request import FinishReason, Request, SamplingParams, Timings
-from lockstep.weights import RandomWeights
-from tests.engines import Run, greedy, lone, make_engine
+from tests.engines import WITNESS, Run, greedy, lone, make_engine
 from tests.scenarios.common import (
     BLOCK,
     ask,
@@ -353,7 +352,7 @@ def test_an_interrupted_generate_leaves_nothing_behind(side: str) -> None:
     trigger = Trigger(interrupt, keyed=False, times=1)
     llm = LLM.from_config(
         MODEL,
-        weights=RandomWeights.witness(),
+        weights=WITNESS,
         engine_config=EngineConfig(num_blocks=16, snapshot_slots=4),
         backend=side,
         device="cpu",
