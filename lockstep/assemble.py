@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from dataclasses import fields
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from lockstep.config import EngineConfig, ModelConfig, Sizes
 from lockstep.errors import ConfigError
-from lockstep.interfaces import Components, component_key, component_keys
+from lockstep.interfaces import Components, component_keys
 from lockstep.parameters import Parameters
 
 BACKENDS = ("reference", "optimized")
@@ -32,20 +33,17 @@ def build_components(
     Raises:
         ConfigError: An unknown backend or component.
     """
-    _check_backend(backend)
-    replacements = dict(replacements or {})
-    unknown = sorted(set(replacements) - set(component_keys()))
+    known = component_keys()
+    choices = {**dict.fromkeys(known, backend), **(replacements or {})}
+    unknown = sorted(set(choices) - set(known))
     if unknown:
-        raise ConfigError(
-            f"unknown components {unknown}; known are {', '.join(component_keys())}"
-        )
-    return Components(
-        **{
-            entry.name: _resolve(replacements.get(key, backend), key)
-            for entry in fields(Components)
-            for key in [component_key(entry)]
-        }
-    )
+        raise ConfigError(f"unknown components {unknown}; known are {', '.join(known)}")
+    chosen: dict[str, Any] = {}
+    for key, choice in choices.items():
+        module, symbol = key.split(".")
+        is_name = isinstance(choice, str)
+        chosen[symbol] = getattr(_import(choice, module), symbol) if is_name else choice
+    return Components(**chosen)
 
 
 def build_engine(
@@ -60,29 +58,25 @@ def build_engine(
     """Build an engine of one backend.
 
     Raises:
-        ConfigError: An unknown backend or component, or an option that the backend does
-            not have.
+        ConfigError: An unknown backend or component, one that does not exist yet, or an
+            option that the backend does not have.
     """
-    _check_backend(backend)
     for name in OPTIMIZED_ONLY:
         if backend == "reference" and getattr(engine_config, name) is not None:
             raise ConfigError(
                 f"{name}={getattr(engine_config, name)!r} is an option of the "
                 'optimized backend; leave it unset with backend="reference"'
             )
-    module = importlib.import_module(f"lockstep.{backend}.engine")
-    chosen = build_components(backend, components)
-    return module.Engine(model_config, engine_config, sizes, parameters, chosen, device)
+    engine = _import(backend, "engine").Engine
+    parts = build_components(backend, components)
+    return engine(model_config, engine_config, sizes, parameters, parts, device)
 
 
-def _check_backend(backend: str) -> None:
+def _import(backend: str, name: str) -> ModuleType:
+    """Import a module of a backend, where there is one."""
     if backend not in BACKENDS:
         raise ConfigError(f"backend is {backend!r}; known are {', '.join(BACKENDS)}")
-
-
-def _resolve(choice: Any, key: str) -> Any:
-    if not isinstance(choice, str):
-        return choice
-    _check_backend(choice)
-    module, symbol = key.split(".")
-    return getattr(importlib.import_module(f"lockstep.{choice}.{module}"), symbol)
+    path = f"lockstep.{backend}.{name}"
+    if find_spec(path) is None:
+        raise ConfigError(f"the {backend} backend has no {name} yet")
+    return import_module(path)

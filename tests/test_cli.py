@@ -88,6 +88,7 @@ def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     [
         (("--device", "tpu9"), "error: device is 'tpu9'"),
         (("--backend", "fast"), "error: backend is 'fast'"),
+        (("--backend", "optimized"), "error: the optimized backend has no engine yet"),
         (("--max-tokens", "0"), "error: max_tokens is 0"),
         (("--max-tokens", "9999"), "error: prompt 0: a prompt of"),
         (("--seed", "-1"), "error: seed is -1"),
