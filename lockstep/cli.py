@@ -36,8 +36,8 @@ USER_ERROR = 2
 #: The demonstration's scene, and who speaks.
 SPEAKER, CHARACTER = "HORATIO", "HAMLET"
 LINES = (
-    "What shall we do, my lord, now that the king your father is dead?",
-    "I never heard you speak so before. Will you not come in and tell me more?",
+    "My lord, I have not seen you so merry. What is the matter?",
+    "And what says the king to it?",
 )
 LEGEND = "M Mamba-2   * attention   - MLP   E mixture of experts"
 
@@ -54,7 +54,7 @@ def demo(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[str, typer.Option(help="reference or optimized.")] = "reference",
     max_tokens: Annotated[int, typer.Option(help="Longest reply, in tokens.")] = 48,
-    seed: Annotated[int, typer.Option(help="Key of the random draws.")] = 30,
+    seed: Annotated[int, typer.Option(help="Key of the random draws.")] = 32,
 ) -> None:
     """Let the packaged model answer twice; the second prompt reuses the first."""
     from lockstep.llm import LLM
@@ -125,7 +125,7 @@ def show_turn(turn: int, line: str, output: RequestOutput) -> None:
     grid = Table.grid(padding=(0, 2))
     grid.add_row(f"[dim]{SPEAKER}[/]", line)
     grid.add_row(f"[bold]{CHARACTER}[/]", " ".join(output.text.split()))
-    console.print(Padding(grid, (0, 0, 1, 2)))
+    console.print(Padding(grid, (0, 0, 1, 2), expand=False))
 
 
 def main() -> None:
