@@ -11,10 +11,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.config import EngineConfig, ModelConfig
-    from lockstep.llm import LLM
-    from lockstep.request import RequestOutput, SamplingParams
-    from lockstep.weights import RandomWeights
+    from lockstep.config import EngineConfig as EngineConfig
+    from lockstep.config import ModelConfig as ModelConfig
+    from lockstep.llm import LLM as LLM
+    from lockstep.request import RequestOutput as RequestOutput
+    from lockstep.request import SamplingParams as SamplingParams
+    from lockstep.weights import RandomWeights as RandomWeights
 
 __version__ = "0.1.0"
 
@@ -26,15 +28,6 @@ _HOMES = {
     "RequestOutput": "lockstep.request",
     "SamplingParams": "lockstep.request",
 }
-
-__all__ = [
-    "LLM",
-    "EngineConfig",
-    "ModelConfig",
-    "RandomWeights",
-    "RequestOutput",
-    "SamplingParams",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,8 +24,10 @@ Activation = Literal["relu2", "silu", "gelu"]
 Eviction = Literal["lru", "ref_zero"]
 DebugCheck = Literal["integrity", "poison", "checksums"]
 
-#: Whole numbers that may be zero; any other is at least one.
-MAY_BE_ZERO = ("shared_size", "bos_token_id", "eos_token_ids", "snapshot_slots")
+#: Whole numbers that may be zero, and the least values of all that do not begin at one.
+ZERO_IDS = ("bos_token_id", "eos_token_ids", "seed")
+ZERO_COUNTS = ("shared_size", "snapshot_slots", "logprobs")
+LEAST = {"conv_width": 2, **dict.fromkeys(ZERO_IDS + ZERO_COUNTS, 0)}
 #: Options that users of other engines may look for, and what they ask for.
 NOT_OFFERED = {
     "speculative_model": "speculative decoding",
@@ -69,10 +71,8 @@ class MambaConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _check_fields(self)
+        check_fields(self)
         _check_division("Mamba heads", self.num_heads, "groups", self.num_groups)
-        if self.conv_width < 2:
-            raise ConfigError(f"conv_width is {self.conv_width}; it must be at least 2")
         low, high = self.time_step_limit
         if not low < high:
             raise ConfigError(f"time_step_limit {self.time_step_limit} is empty")
@@ -86,11 +86,6 @@ class MambaConfig:
     def conv_channels(self) -> int:
         """Channels that pass the convolution: x, then B, then C."""
         return self.inner_size + 2 * self.num_groups * self.state_size
-
-    @property
-    def in_proj_size(self) -> int:
-        """Rows of the input projection: gate, conv channels, time steps."""
-        return self.inner_size + self.conv_channels + self.num_heads
 
     @property
     def conv_window(self) -> int:
@@ -118,10 +113,8 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _check_fields(self)
-        _check_division(
-            "query heads", self.num_heads, "key/value heads", self.num_kv_heads
-        )
+        check_fields(self)
+        _check_division("query heads", self.num_heads, "K/V heads", self.num_kv_heads)
 
     @property
     def score_scale(self) -> float:
@@ -139,7 +132,7 @@ class MlpConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _check_fields(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -174,7 +167,7 @@ class MoeConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _check_fields(self)
+        check_fields(self)
         _check_division("experts", self.num_experts, "groups", self.num_groups)
         check_at_most("top_k_groups", self.top_k_groups, self.num_groups, "groups")
         eligible = self.num_experts // self.num_groups * self.top_k_groups
@@ -225,7 +218,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check every field, and that each letter of the pattern has its shape."""
-        _check_fields(self)
+        check_fields(self)
         unknown = sorted(set(self.layer_pattern) - set(LAYER_PARTS))
         if unknown or not self.layer_pattern:
             raise ConfigError(
@@ -310,7 +303,7 @@ class EngineConfig:
             value = getattr(self, name)
             if "8" in str(value):
                 raise ConfigError(f"{name} is {value!r}; 8-bit caches are not offered")
-        _check_fields(self)
+        check_fields(self)
         for name, least in (("memory_fraction", 1e-6), ("snapshot_fraction", 0.0)):
             value = getattr(self, name)
             if value is not None and not least <= value <= 1:
@@ -403,25 +396,25 @@ def _check_division(what: str, number: int, shares: str, among: int) -> None:
         )
 
 
-def _check_fields(config: Any) -> None:
-    """Hold every field to its type: choices, switches, and counts above zero."""
+def check_fields(config: Any, error: type[Exception] = ConfigError) -> None:
+    """Hold every field to its type: choices, switches, and whole numbers to `LEAST`."""
     hints = get_type_hints(type(config))
     for entry in fields(config):
         name, value = entry.name, getattr(config, entry.name)
-        allowed, least = _leaves(hints[name]), int(name not in MAY_BE_ZERO)
+        allowed, least = _leaves(hints[name]), LEAST.get(name, 1)
         choices = [each for each in allowed if isinstance(each, str)]
         values: Any = value if isinstance(value, tuple) else (value,)
         if value is None and NoneType in allowed:
             continue
         for each in values:
             if choices and each not in choices:
-                raise ConfigError(f"{name} is {each!r}; known are {', '.join(choices)}")
+                raise error(f"{name} is {each!r}; known are {', '.join(choices)}")
             if bool in allowed and not isinstance(each, bool):
-                raise ConfigError(f"{name} is {each!r}; it must be True or False")
+                raise error(f"{name} is {each!r}; it must be True or False")
             if int in allowed and type(each) is not int:
-                raise ConfigError(f"{name} is {each!r}; it must be an integer")
+                raise error(f"{name} is {each!r}; it must be an integer")
             if int in allowed and each < least:
-                raise ConfigError(f"{name} is {each}; it must be at least {least}")
+                raise error(f"{name} is {each}; it must be at least {least}")
 
 
 def _leaves(hint: Any) -> list[Any]:

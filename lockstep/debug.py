@@ -47,14 +47,12 @@ def checksum_shared(
         blocks: Hash of each cached block.
         states: Slot of each stored state.
     """
-    sums: dict[ContentKey, int] = {}
-    for block, block_hash in blocks.items():
-        sums["block", block, block_hash] = _checksum(caches.kv[:, :, block])
-    for block_hash, slot in states.items():
-        sums["state", slot, block_hash] = _checksum(
-            caches.conv[:, slot], caches.ssm[:, slot]
-        )
-    return sums
+    contents: dict[ContentKey, list[Tensor]] = {}
+    for block, key in blocks.items():
+        contents["block", block, key] = [caches.kv[:, :, block]]
+    for key, slot in states.items():
+        contents["state", slot, key] = [caches.conv[:, slot], caches.ssm[:, slot]]
+    return {key: _checksum(tensors) for key, tensors in contents.items()}
 
 
 def compare_checksums(
@@ -81,7 +79,7 @@ def check_zero_slot(caches: Caches, sizes: Sizes) -> None:
             raise IntegrityError("the zero slot was written")
 
 
-def _checksum(*tensors: Tensor) -> int:
+def _checksum(tensors: list[Tensor]) -> int:
     total = 0
     for tensor in tensors:
         raw = tensor.contiguous().flatten().view(torch.uint8).cpu().numpy()

@@ -27,8 +27,9 @@ from lockstep.parameters import parameter_specs
 
 T = TypeVar("T")
 
-#: The fields of a Hugging Face config.
+#: The fields of a Hugging Face config, and what configs call each of ours.
 Fields = Mapping[str, Any]
+Names = Mapping[str, str]
 
 
 def as_stored(stored: Tensor) -> Tensor:
@@ -137,10 +138,10 @@ def refuse_others(fields: Fields, implemented: Mapping[str, Sequence[object]]) -
     """Refuse options that are set to anything but a value that is implemented."""
     for name, values in implemented.items():
         if name in fields and fields[name] not in values:
-            family, either = fields["model_type"], "".join(f" or {v!r}" for v in values)
+            either = "".join(f" or {value!r}" for value in values)
             raise UnsupportedModelError(
                 f"{name}={fields[name]!r} is not implemented for model family "
-                f"{family!r}; it must be unset{either}"
+                f"{fields.get('model_type')!r}; it must be unset{either}"
             )
 
 
@@ -157,11 +158,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def fill(
-    kind: type[T],
-    names: Mapping[str, str],
-    fields: Fields,
-    prefix: str = "",
-    settled: Mapping[str, Any] | None = None,
+    kind: type[T], names: Names, fields: Fields, prefix: str = "", **values: Any
 ) -> T:
     """Make a `ModelConfig`, or the shape of one kind of layer, of a config's fields.
 
@@ -172,12 +169,11 @@ def fill(
             the default of the class.
         fields: The config.
         prefix: What the class's fields begin with in ``names``.
-        settled: Fields that are not in ``names``.
+        values: Fields that are not in ``names``.
 
     Raises:
         ConfigError: A field that is missing or is not a whole number.
     """
-    values = dict(settled or {})
     for entry in dataclasses.fields(cast(Any, kind)):
         if prefix + entry.name not in names:
             continue
@@ -306,12 +302,12 @@ def _read_nemotron_h(fields: Fields) -> ModelConfig:
         warnings.warn("layers for multi-token prediction are left out", stacklevel=2)
     pattern = _pattern(fields)
     fields = {**_NEMOTRON_H_DEFAULTS, **fields}
-    shapes: dict[str, Any] = {"family": "nemotron_h", "layer_pattern": pattern}
+    settled: dict[str, Any] = {"family": "nemotron_h", "layer_pattern": pattern}
     for letter, part in LAYER_PARTS.items():
         if letter in pattern:
             kind, _ = get_args(get_type_hints(ModelConfig)[part])  # the class, or None
-            shapes[part] = fill(kind, _NEMOTRON_H_FIELDS, fields, f"{part}.")
-    return fill(ModelConfig, _NEMOTRON_H_FIELDS, fields, settled=shapes)
+            settled[part] = fill(kind, _NEMOTRON_H_FIELDS, fields, f"{part}.")
+    return fill(ModelConfig, _NEMOTRON_H_FIELDS, fields, **settled)
 
 
 def _nemotron_h_sources(config: ModelConfig) -> dict[str, Source]:

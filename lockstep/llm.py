@@ -17,8 +17,8 @@ from lockstep.assemble import build_engine
 from lockstep.config import EngineConfig, ModelConfig, engine_options
 from lockstep.errors import CheckpointError, ConfigError, RequestError
 from lockstep.families import read_config_files, read_model_config
-from lockstep.memory import describe, plan_memory, torch_dtype, warnings_for
-from lockstep.parameters import make_parameters, num_parameters, num_weight_bytes
+from lockstep.memory import describe, idle_features, plan_memory, torch_dtype
+from lockstep.parameters import make_parameters
 from lockstep.request import RequestOutput, SamplingParams
 from lockstep.tokenizer import Tokenizer
 from lockstep.weights import Checkpoint, RandomWeights
@@ -85,15 +85,17 @@ class LLM:
         self.model_config, self.verbose = model, verbose
         self.device = _find_device(device)
         self.dtype = _find_dtype(dtype, model, self.device)
-        taken = num_weight_bytes(model, self.dtype)
-        self.sizes = plan_memory(model, engine_config, self.device, self.dtype, taken)
-        self._announce(engine_config)
+        where = self.dtype, self.device
+        self.sizes = plan_memory(model, engine_config, self.device, self.dtype)
+        if verbose:
+            print(describe(model, self.sizes, *where), file=sys.stderr)
+        if idle := idle_features(model, engine_config, self.sizes):
+            warnings.warn(idle, stacklevel=2)
         self._tokenizer = Tokenizer.from_folder(folder) if folder else None
         source = weights or RandomWeights()
         if folder:
             source = Checkpoint(folder, model, self.device)
         progress = partial(self._show, "loading weights")
-        where = self.dtype, self.device
         parameters = make_parameters(model, *where, source.fill, progress)
         parts = model, engine_config, self.sizes, parameters, self.device
         self.engine: Any = build_engine(*parts, backend, components)
@@ -158,10 +160,7 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         try:
             for output in self._show("generating", self._run(set(ids)), len(ids)):
-                text = (
-                    self._tokenizer.decode(output.token_ids) if self._tokenizer else ""
-                )
-                outputs[output.request_id] = replace(output, text=text)
+                outputs[output.request_id] = output
         except BaseException:
             for request_id in set(ids) - set(outputs):
                 self.engine.abort(request_id)
@@ -199,33 +198,23 @@ class LLM:
 
     def _run(self, pending: set[str]) -> Iterator[RequestOutput]:
         """Step the engine and give out the pending requests as they finish."""
+        tokenizer = self._tokenizer
         while pending:
             for output in self.engine.step().finished:
                 if output.request_id in pending:
                     pending.remove(output.request_id)
-                    yield output
+                    text = tokenizer.decode(output.token_ids) if tokenizer else ""
+                    yield replace(output, text=text)
 
-    def _announce(self, engine_config: EngineConfig) -> None:
-        """Print the memory plan, and warn of what is on and can do nothing."""
-        model = self.model_config
-        if self.verbose:
-            where = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
-            total = num_parameters(model) / 1e6
-            head = f"{model.family} {model.layer_pattern}, {total:,.1f}M parameters"
-            print(f"{head}, {where}\n{describe(self.sizes)}", file=sys.stderr)
-        for message in warnings_for(model, engine_config, self.sizes):
-            warnings.warn(message, stacklevel=3)
-
-    def _show(
-        self, what: str, items: Iterable[T], total: int | None = None
-    ) -> Iterable[T]:
-        """Show a progress bar where somebody watches."""
+    def _show(self, what: str, items: Iterable[T], total: int = 0) -> Iterable[T]:
+        """Show a progress bar where somebody watches; 0 asks the items how many."""
         if not (self.verbose and sys.stderr.isatty()):
             return items
         from rich.console import Console
         from rich.progress import track
 
-        return track(items, what, total, console=Console(stderr=True), transient=True)
+        screen = Console(stderr=True)
+        return track(items, what, total or None, console=screen, transient=True)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from lockstep.blocks import num_blocks_for
 from lockstep.config import EngineConfig, ModelConfig, Sizes, check_at_most
 from lockstep.errors import ConfigError
-from lockstep.parameters import parameter_specs
+from lockstep.parameters import num_parameters, num_weight_bytes, parameter_specs
 from lockstep.shapes import AllConvStates, AllKvBlocks, AllSsmStates
 
 #: Scan chunks that every tier implements.
@@ -61,11 +61,7 @@ class Caches:
 
 
 def plan_memory(
-    model: ModelConfig,
-    engine: EngineConfig,
-    device: torch.device,
-    model_dtype: torch.dtype,
-    weight_bytes: int,
+    model: ModelConfig, engine: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> Sizes:
     """Settle every size of an engine by the formula above.
 
@@ -77,13 +73,13 @@ def plan_memory(
     max_length = engine.max_length or model.max_positions
     check_at_most("max_length", max_length, model.max_positions, "positions")
     kv, conv, ssm = _shapes(model, block_size)
-    kv_size, ssm_size = (dtype.itemsize for dtype in _dtypes(engine, model_dtype))
+    kv_size, ssm_size = (each.itemsize for each in _dtypes(engine, dtype))
     per_block = math.prod(kv) * kv_size
     per_slot = math.prod(conv) * kv_size + math.prod(ssm) * ssm_size
-    workspace = _workspace_bytes(model, engine)
+    weights, workspace = num_weight_bytes(model, dtype), _workspace_bytes(model, engine)
     live = (engine.max_requests + 2) * per_slot
-    limit = _memory_limit(engine, device, weight_bytes + workspace)
-    pools = limit - weight_bytes - workspace - live
+    limit = _memory_limit(engine, device, weights + workspace)
+    pools = limit - weights - workspace - live
     snapshots = engine.snapshot_slots
     if snapshots is None:
         share = int(pools * engine.snapshot_fraction) if engine.prefix_caching else 0
@@ -97,7 +93,7 @@ def plan_memory(
     if blocks < 1:
         raise ConfigError(
             f"no K/V block of {_human(per_block)} fits: of {_human(limit)}, weights "
-            f"take {_human(weight_bytes)}, the largest step {_human(workspace)} and "
+            f"take {_human(weights)}, the largest step {_human(workspace)} and "
             f"{engine.max_requests + 2} state slots {_human(live)}; lower max_requests "
             "or max_tokens_per_step, or raise memory_fraction"
         )
@@ -151,9 +147,14 @@ def allocate_caches(
     )
 
 
-def describe(sizes: Sizes) -> str:
-    """Say in a few lines what fits."""
+def describe(
+    model: ModelConfig, sizes: Sizes, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Say in a few lines what the model is, where it runs and what fits."""
+    millions = num_parameters(model) / 1e6
     return (
+        f"{model.family} {model.layer_pattern}, {millions:,.1f}M parameters, "
+        f"{str(dtype).removeprefix('torch.')} on {device}\n"
         f"K/V blocks   {sizes.num_blocks} x {sizes.block_size} tokens, "
         f"{_human(sizes.bytes_per_block)} each\n"
         f"state slots  {sizes.max_requests} live + {sizes.snapshot_slots} snapshots "
@@ -163,42 +164,35 @@ def describe(sizes: Sizes) -> str:
     )
 
 
-def warnings_for(model: ModelConfig, engine: EngineConfig, sizes: Sizes) -> list[str]:
-    """List features that are on but can do nothing at these sizes."""
-    found: list[str] = []
-    if engine.prefix_caching and model.mamba and not sizes.snapshot_slots:
-        found.append(
-            "prefix caching is on, but there are no snapshot slots: K/V memory is "
-            "shared and no token is ever skipped; raise snapshot_slots"
-        )
+def idle_features(model: ModelConfig, engine: EngineConfig, sizes: Sizes) -> str:
+    """Say which feature is on but can do nothing at these sizes; empty for none."""
     if engine.prefix_caching and sizes.block_size >= sizes.max_length:
-        found.append(
+        return (
             f"prefix caching is on, but a block of {sizes.block_size} tokens is not "
             f"shorter than the longest request ({sizes.max_length}): nothing can be "
             "matched; lower block_size"
         )
-    return found
+    if engine.prefix_caching and model.mamba and not sizes.snapshot_slots:
+        return (
+            "prefix caching is on, but there are no snapshot slots: K/V memory is "
+            "shared and no token is ever skipped; raise snapshot_slots"
+        )
+    return ""
 
 
 def _shapes(model: ModelConfig, block_size: int) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of one K/V block and of one slot's conv windows and states."""
-    kv, conv, ssm = (0, 0), (0, 0), (0, 0, 0)
-    if model.attention:
-        kv = (model.attention.num_kv_heads, model.attention.head_dim)
-    if mamba := model.mamba:
-        conv = (mamba.conv_channels, mamba.conv_window)
-        ssm = (mamba.num_heads, mamba.head_dim, mamba.state_size)
-    layers = model.num_mamba_layers
+    heads, mamba = model.attention, model.mamba
+    kv = (heads.num_kv_heads, heads.head_dim) if heads else (0, 0)
+    conv = (mamba.conv_channels, mamba.conv_window) if mamba else (0, 0)
+    ssm = (mamba.num_heads, mamba.head_dim, mamba.state_size) if mamba else (0, 0, 0)
     blocks = (2, model.num_attention_layers, block_size, *kv)
-    return blocks, (layers, *conv), (layers, *ssm)
+    return blocks, (model.num_mamba_layers, *conv), (model.num_mamba_layers, *ssm)
 
 
-def _dtypes(
-    engine: EngineConfig, model_dtype: torch.dtype
-) -> tuple[torch.dtype, torch.dtype]:
+def _dtypes(engine: EngineConfig, own: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtype of K/V blocks and conv windows, and that of SSM states."""
-    own = engine.kv_dtype == "auto"
-    kv_dtype = model_dtype if own else torch_dtype(engine.kv_dtype)
+    kv_dtype = own if engine.kv_dtype == "auto" else torch_dtype(engine.kv_dtype)
     return kv_dtype, torch_dtype(engine.ssm_state_dtype)
 
 

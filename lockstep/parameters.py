@@ -184,23 +184,14 @@ def make_parameters(
         spec = specs[name]
         flat[name] = torch.empty(spec.shape, dtype=spec.dtype(dtype), device=device)
         fill(flat[name], name, spec.kind)
-    return build_parameters(config, flat)
-
-
-def build_parameters(config: ModelConfig, flat: Mapping[str, Tensor]) -> Parameters:
-    """Group flat tensors into `Parameters`.
-
-    Args:
-        config: The model.
-        flat: One tensor for each name of `parameter_specs`.
-    """
     layers = tuple(
         _group(_LAYERS[letter][0], flat, f"layers.{index}.")
         for index, letter in enumerate(config.layer_pattern)
     )
     embedding = flat["embedding"]
-    head = embedding if config.tie_embeddings else flat["head"]
-    return Parameters(embedding, layers, flat["final_norm"], head)
+    return Parameters(
+        embedding, layers, flat["final_norm"], flat.get("head", embedding)
+    )
 
 
 def _group(
@@ -228,15 +219,16 @@ def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Specs:
 
 def _mamba_specs(hidden: int, mamba: configs.MambaConfig) -> Specs:
     channels, heads, bias = mamba.conv_channels, mamba.num_heads, mamba.proj_bias
+    inner = mamba.inner_size
     return {
-        **_linear("in_proj", mamba.in_proj_size, hidden, bias),
+        **_linear("in_proj", inner + channels + heads, hidden, bias),
         **_one("conv_weight", "matrix", channels, mamba.conv_width),
         **(_one("conv_bias", "bias", channels) if mamba.conv_bias else {}),
         **_one("A", "decay", heads),
         **_one("dt_bias", "time_step", heads),
         **_one("D", "skip", heads),
-        **_one("gated_norm", "norm", mamba.inner_size),
-        **_linear("out_proj", hidden, mamba.inner_size, bias),
+        **_one("gated_norm", "norm", inner),
+        **_linear("out_proj", hidden, inner, bias),
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from lockstep.blocks import BlockHash, extend_hashes
+from lockstep.config import check_fields
 from lockstep.errors import RequestError
 from lockstep.plan import CacheReport
 
@@ -51,16 +52,9 @@ class SamplingParams:
             raise RequestError(
                 f"temperature is {self.temperature}; it must be finite and at least 0"
             )
-        for name in ("max_tokens", "seed", "logprobs"):
-            value = getattr(self, name)
-            if type(value) is not int and (value is not None or name == "max_tokens"):
-                raise RequestError(f"{name} is {value!r}; it must be an integer")
-        if self.max_tokens < 1:
-            raise RequestError(f"max_tokens is {self.max_tokens}; it must be >= 1")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+        check_fields(self, RequestError)
+        if self.seed is not None and self.seed > MAX_SEED:
             raise RequestError(f"seed is {self.seed}; it must lie in [0, 2**63)")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise RequestError(f"logprobs is {self.logprobs}; it must be >= 0")
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.assemble import build_engine
 from lockstep.config import DebugCheck, EngineConfig, ModelConfig
 from lockstep.memory import plan_memory, torch_dtype
-from lockstep.parameters import Parameters, make_parameters, num_weight_bytes
+from lockstep.parameters import Parameters, make_parameters
 from lockstep.request import RequestOutput, SamplingParams
 from lockstep.trace import StepRecord
 from lockstep.weights import RandomWeights
@@ -69,8 +69,7 @@ def make_engine(
     engine_config = EngineConfig(**{**DEFAULTS, **options})
     parameters = witness_parameters(config, device=device)
     dtype = torch_dtype(config.dtype)
-    weight_bytes = num_weight_bytes(config, dtype)
-    sizes = plan_memory(config, engine_config, device, dtype, weight_bytes)
+    sizes = plan_memory(config, engine_config, device, dtype)
     return build_engine(
         config, engine_config, sizes, parameters, device, side, components
     )

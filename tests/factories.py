@@ -24,8 +24,7 @@ from lockstep.memory import Caches, allocate_caches, plan_memory, torch_dtype
 from lockstep.parameters import (
     ParameterKind,
     Parameters,
-    build_parameters,
-    parameter_specs,
+    make_parameters,
 )
 from lockstep.plan import BatchShape
 
@@ -106,11 +105,11 @@ def random_parameters(
     """Draw parameters at a scale that keeps activations near one."""
     dtype = dtype or torch_dtype(config.dtype)
     source = generator(seed)
-    flat: dict[str, Tensor] = {}
-    for name, spec in parameter_specs(config).items():
-        values = _scaled(_normal(spec.shape, source), spec.kind)
-        flat[name] = values.to(DEVICE, spec.dtype(dtype))
-    return build_parameters(config, flat)
+
+    def fill(parameter: Tensor, _name: str, kind: ParameterKind) -> None:
+        parameter.copy_(_scaled(_normal(tuple(parameter.shape), source), kind))
+
+    return make_parameters(config, dtype, DEVICE, fill)
 
 
 def _scaled(values: Tensor, kind: ParameterKind) -> Tensor:
@@ -125,9 +124,7 @@ def _scaled(values: Tensor, kind: ParameterKind) -> Tensor:
 
 def plan_sizes(config: ModelConfig, engine: EngineConfig | None = None) -> Sizes:
     """Settle the sizes of a small engine."""
-    return plan_memory(
-        config, engine or ENGINE, DEVICE, torch_dtype(config.dtype), weight_bytes=0
-    )
+    return plan_memory(config, engine or ENGINE, DEVICE, torch_dtype(config.dtype))
 
 
 #: A small engine: four live slots, six snapshots, 24 blocks of 16.

@@ -163,6 +163,18 @@ def test_dtypes() -> None:
     assert len(narrow.generate([1, 2], GREEDY)[0].token_ids) == GREEDY.max_tokens
 
 
+def test_engine_options_by_name() -> None:
+    """They go on top of the config, in both constructors; a misspelt one is refused."""
+    llm = random_model(max_requests=2)
+    assert (llm.sizes.max_requests, llm.sizes.num_blocks) == (2, SMALL.num_blocks)
+    same = LLM(
+        llm.model_config, device="cpu", config=SMALL, verbose=False, max_requests=2
+    )
+    assert same.sizes == llm.sizes
+    with pytest.raises(ConfigError, match="unknown option 'max_request'; known are"):
+        LLM(llm.model_config, verbose=False, max_request=2)
+
+
 def no_folder() -> LLM:
     """Name a folder that is not there."""
     return LLM("no/such/folder", verbose=False)
