@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
-from lockstep.blocks import num_blocks_for
 from lockstep.errors import ConfigError
 
 #: Letters of a layer pattern, and the field of `ModelConfig` with each one's shape.
@@ -357,11 +356,6 @@ class Sizes:
     def num_slots(self) -> int:
         """All state slots of the pool."""
         return self.dummy_slot + 1
-
-    @property
-    def table_blocks(self) -> int:
-        """Longest block table."""
-        return num_blocks_for(self.max_length, self.block_size)
 
 
 def engine_options(config: EngineConfig, options: Mapping[str, Any]) -> EngineConfig:

@@ -1,9 +1,8 @@
 """Checkpoint families: what their configs say and what they call their tensors.
 
-A family is one entry of `FAMILIES`: a function from a Hugging Face config to
-`ModelConfig`, and one from `ModelConfig` to the checkpoint names of every parameter.
-Configs are read as plain dictionaries, in the spelling in which checkpoints were
-published and in that of the ``transformers`` library.
+A family is a table of ``families.toml``. Configs are read as plain dictionaries, in the
+spelling in which checkpoints were published and in that of the ``transformers``
+library.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +20,14 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from lockstep import config as configs
 from lockstep.config import ATTENTION, LAYER_PARTS, MAMBA, MLP, MOE, ModelConfig
 from lockstep.errors import CheckpointError, ConfigError, UnsupportedModelError
 from lockstep.parameters import parameter_specs
 
 T = TypeVar("T")
 
-#: The fields of a Hugging Face config, and what configs call each of ours.
+#: The fields of a Hugging Face config.
 Fields = Mapping[str, Any]
-Names = Mapping[str, str]
 
 
 def as_stored(stored: Tensor) -> Tensor:
@@ -67,19 +65,32 @@ class Source:
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of checkpoint.
+    """One kind of checkpoint: a table of ``families.toml``, which says what is what."""
 
-    Attributes:
-        read_config: Makes a `ModelConfig` of the config's fields.
-        sources: Lists the source of every parameter, by flat name.
-        prefixes: Prefixes that tensor names may carry, all meaning the same.
-        ignored: Beginnings of names of tensors that are left out on purpose.
-    """
+    prefixes: list[str]
+    ignored: list[str]
+    mixer: str
+    defaults: dict[str, Any]
+    implemented: dict[str, list[Any]]
+    fields: dict[str, dict[str, list[str]]]
+    tensors: dict[str, list[str]]
 
-    read_config: Callable[[Fields], ModelConfig]
-    sources: Callable[[ModelConfig], dict[str, Source]]
-    prefixes: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    def sources(self, config: ModelConfig) -> dict[str, Source]:
+        """List the source of every parameter, by flat name."""
+        sources: dict[str, Source] = {}
+        for name in parameter_specs(config):
+            match = re.fullmatch(r"(layers\.\d+\.)?(\w+)(\.\w+)?", name)
+            assert match is not None
+            layer, base, part = match.groups(default="")
+            stored = self.tensors.get(base, [self.mixer + base])
+            names = tuple(layer + form + part for form in stored)
+            sources[name] = Source(names, TRANSFORMS.get(base, as_stored))
+        return sources
+
+
+_TABLES = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+#: Every family that is implemented, by the config's ``model_type``.
+FAMILIES = {name: Family(**table) for name, table in tomllib.loads(_TABLES).items()}
 
 
 def family_of(model_type: object) -> Family:
@@ -104,9 +115,25 @@ def read_model_config(fields: Fields) -> ModelConfig:
         UnsupportedModelError: A family or an option that is not implemented.
         ConfigError: A field that is missing or cannot work.
     """
+    family = family_of(fields.get("model_type"))
     fields = {name: value for name, value in fields.items() if value is not None}
-    refuse_others(fields, {"quantization_config": ()})
-    return family_of(fields.get("model_type")).read_config(fields)
+    for name, values in family.implemented.items():
+        if name in fields and fields[name] not in values:
+            either = "".join(f" or {value!r}" for value in values)
+            raise UnsupportedModelError(
+                f"{name}={fields[name]!r} is not implemented for model family "
+                f"{fields['model_type']!r}; it must be unset{either}"
+            )
+    if fields.get("num_nextn_predict_layers"):
+        warnings.warn("layers for multi-token prediction are left out", stacklevel=2)
+    pattern = _pattern(fields)
+    settled = {"family": fields["model_type"], "layer_pattern": pattern}
+    fields = {**family.defaults, **fields}
+    for letter, part in LAYER_PARTS.items():
+        if letter in pattern:
+            kind, _ = get_args(get_type_hints(ModelConfig)[part])  # the class, or None
+            settled[part] = _fill(kind, family.fields[part], fields)
+    return _fill(ModelConfig, family.fields["model"], fields, **settled)
 
 
 def read_config_files(folder: Path) -> dict[str, Any]:
@@ -134,17 +161,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], content)
 
 
-def refuse_others(fields: Fields, implemented: Mapping[str, Sequence[object]]) -> None:
-    """Refuse options that are set to anything but a value that is implemented."""
-    for name, values in implemented.items():
-        if name in fields and fields[name] not in values:
-            either = "".join(f" or {value!r}" for value in values)
-            raise UnsupportedModelError(
-                f"{name}={fields[name]!r} is not implemented for model family "
-                f"{fields.get('model_type')!r}; it must be unset{either}"
-            )
-
-
 #: How values are brought into the form of a field; others stay as they are.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda name: str(name).removeprefix("torch."),
@@ -157,35 +173,31 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def fill(
-    kind: type[T], names: Names, fields: Fields, prefix: str = "", **values: Any
+def _fill(
+    kind: type[T], names: Mapping[str, list[str]], fields: Fields, **values: Any
 ) -> T:
     """Make a `ModelConfig`, or the shape of one kind of layer, of a config's fields.
 
     Args:
         kind: The class to make.
-        names: For each of its fields, behind the prefix, what configs call it: the
-            first name present counts, of those set apart by ``|``. What is absent has
-            the default of the class.
+        names: For each of its fields, what configs call it.
         fields: The config.
-        prefix: What the class's fields begin with in ``names``.
-        values: Fields that are not in ``names``.
+        values: Fields that are settled already.
 
     Raises:
         ConfigError: A field that is missing or is not a whole number.
     """
     for entry in dataclasses.fields(cast(Any, kind)):
-        if prefix + entry.name not in names:
+        if entry.name in values or entry.name not in names:
             continue
-        spellings = names[prefix + entry.name].split("|")
-        found = next((name for name in spellings if name in fields), None)
+        found = next((name for name in names[entry.name] if name in fields), None)
         if found is not None:
             value = fields[found]
             if entry.type == "int" and type(value) is not int:
                 raise ConfigError(f"{found} is {value!r}; it must be a whole number")
             values[entry.name] = _CONVERSIONS.get(entry.name, lambda x: x)(value)
         elif entry.default is dataclasses.MISSING:
-            raise ConfigError(f"the model's config lacks {spellings[0]}")
+            raise ConfigError(f"the model's config lacks {names[entry.name][0]}")
     return kind(**values)
 
 
@@ -220,114 +232,3 @@ def _pattern(fields: Fields) -> str:
             f"{len(pattern)} layers"
         )
     return pattern
-
-
-# Nemotron-H.
-
-#: What stands for a field that is absent, where `ModelConfig` has no default.
-_NEMOTRON_H_DEFAULTS = {"max_position_embeddings": 4096, "head_dim": 128}
-#: Options that only these values of are implemented.
-_NEMOTRON_H_IMPLEMENTED: dict[str, Sequence[object]] = {
-    "sliding_window": (),
-    # Without biases in `transformers`, with them in the code first published.
-    "attention_bias": (False,),
-    "residual_in_fp32": (False,),
-    "n_shared_experts": (1,),
-    "mamba_hidden_act": ("silu",),
-    "mlp_hidden_act": get_args(configs.Activation),
-}
-#: The config's name of each field of a `ModelConfig` and of its parts.
-_NEMOTRON_H_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "max_positions": "max_position_embeddings",
-    "norm_eps": "layer_norm_epsilon|norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-    "dtype": "dtype|torch_dtype",
-    "eos_token_ids": "eos_token_id",
-    "bos_token_id": "bos_token_id",
-    "mamba.num_heads": "mamba_num_heads",
-    "mamba.head_dim": "mamba_head_dim",
-    "mamba.state_size": "ssm_state_size",
-    "mamba.num_groups": "mamba_n_groups|n_groups",
-    "mamba.conv_width": "mamba_d_conv|conv_kernel",
-    "mamba.conv_bias": "mamba_conv_bias|use_conv_bias",
-    "mamba.proj_bias": "use_bias",
-    "mamba.scan_chunk_size": "mamba_chunk_size|chunk_size",
-    "mamba.time_step_limit": "mamba_dt_limit|time_step_limit",
-    "attention.num_heads": "num_attention_heads",
-    "attention.num_kv_heads": "num_key_value_heads|num_attention_heads",
-    "attention.head_dim": "attention_head_dim|head_dim",
-    "mlp.size": "intermediate_size",
-    "mlp.activation": "mlp_hidden_act",
-    "mlp.bias": "mlp_bias",
-    "moe.num_experts": "n_routed_experts|num_local_experts",
-    "moe.top_k": "num_experts_per_tok",
-    "moe.expert_size": "moe_intermediate_size",
-    "moe.shared_size": "moe_shared_expert_intermediate_size",
-    "moe.num_groups": "n_group",
-    "moe.top_k_groups": "topk_group",
-    "moe.normalize_weights": "norm_topk_prob",
-    "moe.scaling": "routed_scaling_factor",
-    "moe.latent_size": "moe_latent_size",
-    "moe.activation": "mlp_hidden_act",
-    "moe.bias": "mlp_bias",
-}
-#: Where parameters are stored whose names differ from ours, alternatives set apart by
-#: ``|``; any other is in its layer's ``mixer`` under its own name.
-_NEMOTRON_H_TENSORS = {
-    "embedding": "embeddings.weight",
-    "final_norm": "norm_f.weight",
-    "head": "lm_head.weight",
-    "norm": "norm.weight",
-    "conv_weight": "mixer.conv1d.weight",
-    "conv_bias": "mixer.conv1d.bias",
-    "A": "mixer.A_log",
-    "gated_norm": "mixer.norm.weight",
-    "router": "mixer.gate.weight",
-    "correction": "mixer.gate.e_score_correction_bias",
-    "experts_up": "mixer.experts.up_proj|mixer.experts.{expert}.up_proj.weight",
-    "experts_down": "mixer.experts.down_proj|mixer.experts.{expert}.down_proj.weight",
-    "shared_up": "mixer.shared_experts.up_proj",
-    "shared_down": "mixer.shared_experts.down_proj",
-    "latent_down": "mixer.fc1_latent_proj",
-    "latent_up": "mixer.fc2_latent_proj",
-}
-
-
-def _read_nemotron_h(fields: Fields) -> ModelConfig:
-    biases = {"mamba_proj_bias": (False, fields.get("use_bias"))}
-    refuse_others(fields, {**_NEMOTRON_H_IMPLEMENTED, **biases})
-    if fields.get("num_nextn_predict_layers"):
-        warnings.warn("layers for multi-token prediction are left out", stacklevel=2)
-    pattern = _pattern(fields)
-    fields = {**_NEMOTRON_H_DEFAULTS, **fields}
-    settled: dict[str, Any] = {"family": "nemotron_h", "layer_pattern": pattern}
-    for letter, part in LAYER_PARTS.items():
-        if letter in pattern:
-            kind, _ = get_args(get_type_hints(ModelConfig)[part])  # the class, or None
-            settled[part] = fill(kind, _NEMOTRON_H_FIELDS, fields, f"{part}.")
-    return fill(ModelConfig, _NEMOTRON_H_FIELDS, fields, **settled)
-
-
-def _nemotron_h_sources(config: ModelConfig) -> dict[str, Source]:
-    sources: dict[str, Source] = {}
-    for name in parameter_specs(config):
-        match = re.fullmatch(r"(layers\.\d+\.)?(\w+)(\.\w+)?", name)
-        assert match is not None
-        layer, base, part = match.groups(default="")
-        stored = _NEMOTRON_H_TENSORS.get(base, f"mixer.{base}").split("|")
-        names = tuple(layer + form + part for form in stored)
-        sources[name] = Source(names, TRANSFORMS.get(base, as_stored))
-    return sources
-
-
-#: Every family that is implemented, by the config's ``model_type``.
-FAMILIES = {
-    "nemotron_h": Family(
-        read_config=_read_nemotron_h,
-        sources=_nemotron_h_sources,
-        prefixes=("backbone.", "model."),
-        ignored=("mtp.",),
-    )
-}

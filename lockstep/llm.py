@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,8 +22,6 @@ from lockstep.parameters import make_parameters
 from lockstep.request import RequestOutput, SamplingParams
 from lockstep.tokenizer import Tokenizer
 from lockstep.weights import Checkpoint, RandomWeights
-
-T = TypeVar("T")
 
 #: Text, or token ids.
 Prompt = str | Sequence[int]
@@ -206,7 +204,7 @@ class LLM:
                     text = tokenizer.decode(output.token_ids) if tokenizer else ""
                     yield replace(output, text=text)
 
-    def _show(self, what: str, items: Iterable[T], total: int = 0) -> Iterable[T]:
+    def _show(self, what: str, items: Iterable[Any], total: int = 0) -> Iterable[Any]:
         """Show a progress bar where somebody watches; 0 asks the items how many."""
         if not (self.verbose and sys.stderr.isatty()):
             return items

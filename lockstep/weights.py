@@ -60,7 +60,9 @@ class Checkpoint:
         ]
         known = {part for form in self._forms.values() for part in form.parts}
         for name in sorted(set(self._stored) - known):
-            faults += [] if name.startswith(family.ignored) else [f"unknown: {name}"]
+            faults += (
+                [] if name.startswith(tuple(family.ignored)) else [f"unknown: {name}"]
+            )
         if faults:
             raise CheckpointError(_summary(folder, faults))
 
@@ -98,7 +100,7 @@ class Checkpoint:
 
 
 def _open_files(
-    folder: Path, device: torch.device, prefixes: tuple[str, ...]
+    folder: Path, device: torch.device, prefixes: list[str]
 ) -> dict[str, Any]:
     """List a checkpoint's tensors, unread, by their names less a prefix.
 

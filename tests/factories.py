@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.batch import BatchMetadata, ScanTokens
+from lockstep.blocks import num_blocks_for
 from lockstep.config import (
     AttentionConfig,
     EngineConfig,
@@ -271,9 +272,8 @@ def _kv_index(row: Row, sizes: Sizes) -> list[int]:
 
 
 def _block_tables(rows: list[Row], sizes: Sizes) -> Tensor:
-    tables = torch.full(
-        (len(rows), sizes.table_blocks), sizes.dummy_block, dtype=torch.int64
-    )
+    width = num_blocks_for(sizes.max_length, sizes.block_size)
+    tables = torch.full((len(rows), width), sizes.dummy_block, dtype=torch.int64)
     for table, row in zip(tables, rows, strict=True):
         table[: len(row.blocks)] = _ints(row.blocks)
     return tables
