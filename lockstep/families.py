@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from lockstep.config import ATTENTION, LAYER_PARTS, MAMBA, MLP, MOE, ModelConfig
+from lockstep.config import LAYER_PARTS, ModelConfig
 from lockstep.errors import CheckpointError, ConfigError, UnsupportedModelError
 from lockstep.parameters import parameter_specs
 
@@ -70,6 +70,7 @@ class Family:
     prefixes: list[str]
     ignored: list[str]
     mixer: str
+    layers: dict[str, str]
     defaults: dict[str, Any]
     implemented: dict[str, list[Any]]
     fields: dict[str, dict[str, list[str]]]
@@ -126,7 +127,7 @@ def read_model_config(fields: Fields) -> ModelConfig:
             )
     if fields.get("num_nextn_predict_layers"):
         warnings.warn("layers for multi-token prediction are left out", stacklevel=2)
-    pattern = _pattern(fields)
+    pattern = _pattern(family.layers, fields)
     settled = {"family": fields["model_type"], "layer_pattern": pattern}
     fields = {**family.defaults, **fields}
     for letter, part in LAYER_PARTS.items():
@@ -201,30 +202,19 @@ def _fill(
     return kind(**values)
 
 
-#: Names of layer types, those of the library and older ones.
-_LETTERS = {
-    "linear_attention": MAMBA,
-    "mamba": MAMBA,
-    "full_attention": ATTENTION,
-    "attention": ATTENTION,
-    "mlp": MLP,
-    "moe": MOE,
-}
-
-
-def _pattern(fields: Fields) -> str:
+def _pattern(letters: Mapping[str, str], fields: Fields) -> str:
     """Return the layer pattern; a list of names goes before a string of letters."""
     spellings = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     names: Sequence[str] = next((fields[n] for n in spellings if n in fields), ())
     if not names:
         raise ConfigError(f"the model's config has none of {', '.join(spellings)}")
-    unknown = sorted(set(names) - set(_LETTERS) - set(LAYER_PARTS))
+    unknown = sorted(set(names) - set(letters) - set(LAYER_PARTS))
     if unknown:
-        known = ", ".join(_LETTERS)
+        known = ", ".join(letters)
         raise UnsupportedModelError(
             f"layer types {unknown} are not implemented; known are {known}"
         )
-    pattern = "".join(_LETTERS.get(name, name) for name in names)
+    pattern = "".join(letters.get(name, name) for name in names)
     depth = fields.get("num_hidden_layers", len(pattern))
     if depth != len(pattern):
         raise ConfigError(
