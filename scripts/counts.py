@@ -1,7 +1,8 @@
 """Count lines by group, and hold them to their limits with ``--check``.
 
 A *code* line carries at least one token that is neither comment nor docstring; blank
-lines count nowhere. The length of a function is its code lines from ``def`` on, without
+lines count nowhere. Imports have a column of their own: they say where a name comes
+from, and a reader passes over them. The length of a function is its code lines from ``def`` on, without
 decorators and docstring; a nested function counts in itself and in what holds it.
 """
 
@@ -33,6 +34,11 @@ CORE = (
 )
 TOOLS = ("__main__", "cli", "exercise", "ladder", "trace", "verify")
 
+#: One family, plain sampling and no streaming came to 1,409 lines, of 1,500 allowed. The
+#: rest is for what users of other engines look for: five more families, filters of the
+#: draw, stop strings, streams and chats.
+MOST_VOCABULARY = 1500 + 500
+
 #: Functions longer than the limit: "path:name", and why each may be.
 ALLOWED: dict[str, str] = {}
 
@@ -57,6 +63,7 @@ class Counts:
 
     files: int = 0
     code: int = 0
+    imports: int = 0
     docstrings: int = 0
     comments: int = 0
     functions: dict[str, int] = field(default_factory=dict)
@@ -65,6 +72,7 @@ class Counts:
         """Take in the lines of another."""
         self.files += other.files
         self.code += other.code
+        self.imports += other.imports
         self.docstrings += other.docstrings
         self.comments += other.comments
         self.functions |= other.functions
@@ -116,7 +124,7 @@ GROUPS = (
         "lockstep: the rest",
         "lockstep",
         lambda path: path.stem not in TOOLS,
-        1500,
+        MOST_VOCABULARY,
         10,
         50,
     ),
@@ -159,13 +167,26 @@ def count_text(text: str, name: str) -> Counts:
     source = text.splitlines()
     blank = {number for number, line in enumerate(source, 1) if not line.strip()}
     code -= blank
+    imports = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for line in lines_of(node)
+    }
     functions = {
         f"{name}:{node.name}@{node.lineno}": len(code & set(lines_of(node)))
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     docstrings = len(in_docstrings - blank)
-    return Counts(1, len(code), docstrings, len(comments - code), functions)
+    return Counts(
+        files=1,
+        code=len(code - imports),
+        imports=len(imports),
+        docstrings=docstrings,
+        comments=len(comments - code),
+        functions=functions,
+    )
 
 
 def count_group(root: Path, group: Group) -> Counts:
@@ -221,16 +242,17 @@ def unneeded_exceptions(
 def show(counted: list[tuple[Group, Counts]]) -> None:
     """Print the table."""
     table = Table(title="Lines")
-    for column in ("group", "files", "code", "limit", "docstrings", "per 100"):
+    for column in ("group", "files", "code", "limit", "imports", "docstrings"):
         table.add_column(column, justify="left" if column == "group" else "right")
-    for column in ("comments", "functions", "median", "longest"):
+    for column in ("per 100", "comments", "functions", "median", "longest"):
         table.add_column(column, justify="right")
     for group, counts in counted:
         cells = [counts.files, counts.code, group.most_code or ""]
-        cells += [counts.docstrings, round(counts.docstring_share), counts.comments]
+        cells += [counts.imports, counts.docstrings, round(counts.docstring_share)]
+        cells += [counts.comments]
         cells += [len(counts.functions), f"{counts.median_function:g}"]
         table.add_row(group.name, *map(str, [*cells, counts.longest_function]))
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def main() -> int:

@@ -16,6 +16,11 @@ from scripts.counts import (
 
 TEXT = '''"""One line."""
 
+import math
+from os import (
+    path,
+)
+
 # A comment.
 LIMIT = 4  # no line of its own
 
@@ -43,7 +48,8 @@ def test_each_line_counts_once() -> None:
     """Code, docstrings and comments are kept apart; blank lines count nowhere."""
     counts = count_text(TEXT, "toy.py")
     assert (counts.code, counts.docstrings, counts.comments) == (10, 4, 2)
-    assert counts.functions == {"toy.py:outer@8": 8, "toy.py:inner@16": 4}
+    assert counts.imports == 4
+    assert counts.functions == {"toy.py:outer@13": 8, "toy.py:inner@21": 4}
 
 
 def test_group_leaves_linked_folders_out(tmp_path: Path) -> None:
