@@ -66,8 +66,8 @@ def test_group_leaves_linked_folders_out(tmp_path: Path) -> None:
 def test_broken_limits_are_named() -> None:
     """Each limit is checked, and an exception is used only where one is needed."""
     group = Group("toy", "toy", is_anything, 100, 10, 50, 40)
-    good = Counts(1, 100, 40, 0, {"a.py:short@1": 10})
-    bad = Counts(1, 101, 40, 0, {"a.py:long@1": 51})
+    good = Counts(1, 100, 0, 40, 0, {"a.py:short@1": 10})
+    bad = Counts(1, 101, 0, 40, 0, {"a.py:long@1": 51})
     assert list(broken_limits(group, good)) == []
     assert len(list(broken_limits(group, bad))) == 4
     assert len(list(broken_limits(group, bad, {"a.py:long": "a table"}))) == 3
