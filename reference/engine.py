@@ -140,12 +140,32 @@ class Engine:
                 f"{total - 1} tokens need {needed} blocks of {self.sizes.block_size}; "
                 f"the pool has {self.sizes.num_blocks}"
             )
-        if sampling.logprobs is not None and sampling.logprobs > vocab:
-            raise RequestError(
-                f"logprobs is {sampling.logprobs}; the vocabulary has {vocab} tokens"
-            )
+        self._check_sampling(length, sampling)
         if request_id is not None and request_id in self._request_ids():
             raise RequestError(f"a request named {request_id!r} is still in flight")
+
+    def _check_sampling(self, length: int, sampling: SamplingParams) -> None:
+        """Hold sampling parameters to the vocabulary and to the prompt's length."""
+        vocab = self.model_config.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(sampling, name) or 0
+            if count > vocab:
+                raise RequestError(f"{name} is {count}; the vocabulary has {vocab}")
+        bad = [token for token in sampling.stop_token_ids if token >= vocab]
+        if bad:
+            raise RequestError(f"stop_token_ids {bad[:5]} are not in [0, {vocab})")
+        first = sampling.prompt_logprobs_from
+        if first >= length:
+            raise RequestError(
+                f"prompt_logprobs_from is {first}; the prompt has {length} tokens"
+            )
+        ends = set(sampling.stop_token_ids)
+        ends.update(() if sampling.ignore_eos else self.model_config.eos_token_ids)
+        if sampling.min_tokens and len(ends) >= vocab:
+            raise RequestError(
+                f"min_tokens is {sampling.min_tokens}, but all {vocab} tokens of the "
+                "vocabulary end the request"
+            )
 
     def add(
         self,
@@ -182,11 +202,18 @@ class Engine:
         self.scheduler.add(request)
         return request.request_id
 
-    def abort(self, request_id: str) -> RequestOutput | None:
+    def abort(
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT
+    ) -> RequestOutput | None:
         """End a request, in whatever phase it is; an unknown one is ignored.
 
         Called while a step is running, it takes effect at the end of that step, whose
         record then has the output: memory is never taken from under a forward pass.
+
+        Args:
+            request_id: The request.
+            reason: What its output gives as reason; `FinishReason.STOP` when its text
+                has come to a stop string, which only the caller can see.
 
         Returns:
             What the request gave so far; None if it is not in flight or a step is
@@ -196,9 +223,9 @@ class Engine:
             return None
         request = self.scheduler.find(request_id)
         if self.is_stepping:
-            request.abort_requested = True
+            request.abort_reason = reason
             return None
-        return self._finish(request, FinishReason.ABORT)
+        return self._finish(request, reason)
 
     def step(
         self, plan: StepPlan | None = None, tokens: Mapping[str, int] | None = None
@@ -390,7 +417,7 @@ class Engine:
             if row.request_id in record.reported:
                 request.logprobs.append(record.reported[row.request_id])
             request.timings.add_token()
-            if token in request.eos_token_ids:
+            if token in request.end_token_ids:
                 record.finished.append(self._finish(request, FinishReason.STOP))
             elif request.num_generated == request.sampling.max_tokens:
                 record.finished.append(self._finish(request, FinishReason.LENGTH))
@@ -493,9 +520,10 @@ class Engine:
         """End the requests that were aborted while the step ran."""
         for request_id in self._request_ids():
             request = self.scheduler.find(request_id)
-            if request.abort_requested:
+            if request.abort_reason is not None:
                 record.aborted.append(request_id)
-                record.finished.append(self._finish(request, FinishReason.ABORT))
+                output = self._finish(request, request.abort_reason)
+                record.finished.append(output)
 
     # Checks, when asked for.
 
