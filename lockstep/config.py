@@ -20,6 +20,8 @@ LAYER_PARTS = {MAMBA: "mamba", ATTENTION: "attention", MLP: "mlp", MOE: "moe"}
 
 DTypeName = Literal["float32", "bfloat16", "float16", "float64"]
 Activation = Literal["relu2", "silu", "gelu"]
+RotaryKind = Literal["default", "linear", "llama3"]
+Scoring = Literal["sigmoid", "softmax"]
 Eviction = Literal["lru", "ref_zero"]
 DebugCheck = Literal["integrity", "poison", "checksums"]
 
@@ -49,8 +51,8 @@ class MambaConfig:
         num_heads: Heads of the recurrence.
         head_dim: Channels of a head.
         state_size: State per channel.
-        num_groups: Groups of heads that share B and C; also the groups of the gated
-            norm.
+        num_groups: Groups of heads that share B and C.
+        num_norm_groups: Groups of the gated norm; None for as many as of B and C.
         conv_width: Taps of the causal convolution.
         conv_bias: Whether the convolution has a bias.
         proj_bias: Whether the input and output projections have biases.
@@ -62,6 +64,7 @@ class MambaConfig:
     head_dim: int
     state_size: int
     num_groups: int
+    num_norm_groups: int | None = None
     conv_width: int = 4
     conv_bias: bool = True
     proj_bias: bool = False
@@ -72,6 +75,7 @@ class MambaConfig:
         """Check every field."""
         check_fields(self)
         _check_division("Mamba heads", self.num_heads, "groups", self.num_groups)
+        _check_division("channels", self.inner_size, "norm groups", self.norm_groups)
         low, high = self.time_step_limit
         if not low < high:
             raise ConfigError(f"time_step_limit {self.time_step_limit} is empty")
@@ -80,6 +84,11 @@ class MambaConfig:
     def inner_size(self) -> int:
         """Channels of the recurrence, over all heads."""
         return self.num_heads * self.head_dim
+
+    @property
+    def norm_groups(self) -> int:
+        """Groups of the gated norm."""
+        return self.num_norm_groups or self.num_groups
 
     @property
     def conv_channels(self) -> int:
@@ -93,8 +102,55 @@ class MambaConfig:
 
 
 @dataclass(frozen=True)
+class RotaryConfig:
+    """Rotary position encoding: how fast each pair of channels turns.
+
+    Attributes:
+        theta: Base of the wavelengths.
+        part: Share of each head that is turned, from its first channel on.
+        kind: ``default``; ``linear``, with every frequency divided by ``factor``; or
+            ``llama3``, with the low ones divided by it and those between passed over
+            smoothly.
+        factor: How much longer the context is than at first.
+        low_factor: Wavelengths longer than ``original_positions`` over this are low
+            frequencies (``llama3``).
+        high_factor: Wavelengths shorter than ``original_positions`` over this are high
+            frequencies, which stay (``llama3``).
+        original_positions: Longest sequence at first (``llama3``).
+    """
+
+    theta: float = 10000.0
+    part: float = 1.0
+    kind: RotaryKind = "default"
+    factor: float = 1.0
+    low_factor: float = 1.0
+    high_factor: float = 4.0
+    original_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_fields(self)
+        for name in ("theta", "part", "factor", "low_factor"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be above 0"
+                )
+        if self.part > 1:
+            raise ConfigError(f"part is {self.part}; a head has no more than all of it")
+        if self.high_factor <= self.low_factor:
+            raise ConfigError(
+                f"high_factor is {self.high_factor}; it must be above low_factor "
+                f"({self.low_factor})"
+            )
+
+    def size(self, head_dim: int) -> int:
+        """Channels of a head that are turned."""
+        return int(head_dim * self.part)
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
-    """Shape of the attention layers; there is no position encoding.
+    """Shape of the attention layers.
 
     Attributes:
         num_heads: Query heads.
@@ -102,6 +158,8 @@ class AttentionConfig:
         head_dim: Width of a head.
         bias: Whether the projections have biases.
         scale: Factor on the scores.
+        qk_norm: Whether each head of queries and keys is normed.
+        rotary: Position encoding; None for none.
     """
 
     num_heads: int
@@ -109,11 +167,16 @@ class AttentionConfig:
     head_dim: int
     bias: bool = False
     scale: float | None = None
+    qk_norm: bool = False
+    rotary: RotaryConfig | None = None
 
     def __post_init__(self) -> None:
         """Check every field."""
         check_fields(self)
         _check_division("query heads", self.num_heads, "K/V heads", self.num_kv_heads)
+        size = self.rotary.size(self.head_dim) if self.rotary else 2
+        if size % 2 or not size:
+            raise ConfigError(f"{size} channels of a head cannot be turned in pairs")
 
     @property
     def score_scale(self) -> float:
@@ -123,11 +186,19 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class MlpConfig:
-    """Shape of the MLP layers: up, activation, down."""
+    """Shape of the MLP layers: up, activation, down.
+
+    Attributes:
+        size: Inner width.
+        activation: Function between the two matrices.
+        bias: Whether the projections have biases.
+        gated: Whether the activation is that of a gate, and multiplies what goes up.
+    """
 
     size: int
     activation: Activation = "relu2"
     bias: bool = False
+    gated: bool = False
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -145,11 +216,14 @@ class MoeConfig:
         shared_size: Inner width of the shared expert; 0 for none.
         num_groups: Groups of experts for group-limited routing.
         top_k_groups: Groups from which the experts may come.
+        scoring: ``sigmoid`` scores each expert by itself and has a correction that
+            steers the choice; ``softmax`` weighs the chosen against each other.
         normalize_weights: Whether the chosen weights are scaled to a sum of one.
         scaling: Factor on the weights.
         latent_size: Width in which the routed experts work; None for the model's.
         activation: Activation of every expert.
         bias: Whether shared expert and latent projections have biases.
+        gated: Whether every expert is gated, as in `MlpConfig`.
     """
 
     num_experts: int
@@ -158,11 +232,13 @@ class MoeConfig:
     shared_size: int
     num_groups: int = 1
     top_k_groups: int = 1
+    scoring: Scoring = "sigmoid"
     normalize_weights: bool = True
     scaling: float = 1.0
     latent_size: int | None = None
     activation: Activation = "relu2"
     bias: bool = False
+    gated: bool = False
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -171,6 +247,8 @@ class MoeConfig:
         check_at_most("top_k_groups", self.top_k_groups, self.num_groups, "groups")
         eligible = self.num_experts // self.num_groups * self.top_k_groups
         check_at_most("top_k", self.top_k, eligible, "eligible experts")
+        if self.scoring == "softmax" and not self.normalize_weights:
+            raise ConfigError("softmax weights have a sum of one: normalize_weights")
         if self.num_groups > 1 and self.num_experts < 2 * self.num_groups:
             raise ConfigError(
                 "a group is scored by its two best experts, so it needs two; "
@@ -191,6 +269,10 @@ class ModelConfig:
         max_positions: Longest sequence the model was made for.
         norm_eps: Added to the mean square in every norm.
         tie_embeddings: Whether the head is the embedding.
+        embedding_multiplier: Factor on the embedding.
+        residual_multiplier: Factor on what each layer adds to the residual stream.
+        logit_divisor: What the logits are divided by.
+        float32_residual: Whether the residual stream is float32 in a narrower model.
         dtype: The checkpoint's dtype.
         eos_token_ids: Tokens that end a generation.
         bos_token_id: Token that begins a text; None for none.
@@ -207,6 +289,10 @@ class ModelConfig:
     max_positions: int
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_divisor: float = 1.0
+    float32_residual: bool = False
     dtype: DTypeName = "float32"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

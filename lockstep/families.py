@@ -20,7 +20,14 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from lockstep.config import LAYER_PARTS, ModelConfig
+from lockstep.config import (
+    ATTENTION,
+    LAYER_PARTS,
+    MLP,
+    MOE,
+    ModelConfig,
+    RotaryConfig,
+)
 from lockstep.errors import CheckpointError, ConfigError, UnsupportedModelError
 from lockstep.parameters import parameter_specs
 
@@ -55,8 +62,9 @@ class Source:
 
     Attributes:
         names: Names that its tensor may have, less the family's prefix. One with
-            ``{expert}`` stands for a tensor an expert, to be stacked.
-        transform: From the stored tensor, or one expert's, to the parameter.
+            ``{expert}`` stands for a tensor an expert, to be stacked; names joined by
+            ``+`` for tensors whose rows follow each other.
+        transform: From the stored tensor, or one of several, to the parameter.
     """
 
     names: tuple[str, ...]
@@ -70,21 +78,31 @@ class Family:
     prefixes: list[str]
     ignored: list[str]
     mixer: str
+    first: str
+    second: str
     layers: dict[str, str]
     defaults: dict[str, Any]
     implemented: dict[str, list[Any]]
-    fields: dict[str, dict[str, list[str]]]
+    fields: dict[str, dict[str, Any]]
     tensors: dict[str, list[str]]
 
     def sources(self, config: ModelConfig) -> dict[str, Source]:
         """List the source of every parameter, by flat name."""
         sources: dict[str, Source] = {}
         for name in parameter_specs(config):
-            match = re.fullmatch(r"(layers\.\d+\.)?(\w+)(\.\w+)?", name)
+            match = re.fullmatch(r"(?:layers\.(\d+)\.)?(\w+)(\.\w+)?", name)
             assert match is not None
-            layer, base, part = match.groups(default="")
-            stored = self.tensors.get(base, [self.mixer + base])
-            names = tuple(layer + form + part for form in stored)
+            index, base, part = match.groups(default="")
+            key, layer = base, ""
+            if index:
+                number, is_second = divmod(int(index), 2 if self.second else 1)
+                layer = f"layers.{number}."
+                key = "second_norm" if is_second and base == "norm" else base
+            forms = self.tensors.get(key, [self.mixer + base])
+            names = tuple(
+                "+".join(layer + tensor + part for tensor in form.split("+"))
+                for form in forms
+            )
             sources[name] = Source(names, TRANSFORMS.get(base, as_stored))
         return sources
 
@@ -117,7 +135,7 @@ def read_model_config(fields: Fields) -> ModelConfig:
         ConfigError: A field that is missing or cannot work.
     """
     family = family_of(fields.get("model_type"))
-    fields = {name: value for name, value in fields.items() if value is not None}
+    fields = _flatten(fields)
     for name, values in family.implemented.items():
         if name in fields and fields[name] not in values:
             either = "".join(f" or {value!r}" for value in values)
@@ -127,13 +145,17 @@ def read_model_config(fields: Fields) -> ModelConfig:
             )
     if fields.get("num_nextn_predict_layers"):
         warnings.warn("layers for multi-token prediction are left out", stacklevel=2)
-    pattern = _pattern(family.layers, fields)
-    settled = {"family": fields["model_type"], "layer_pattern": pattern}
     fields = {**family.defaults, **fields}
+    pattern = _pattern(family, fields)
+    settled = {"family": fields["model_type"], "layer_pattern": pattern}
     for letter, part in LAYER_PARTS.items():
         if letter in pattern:
             kind, _ = get_args(get_type_hints(ModelConfig)[part])  # the class, or None
-            settled[part] = _fill(kind, family.fields[part], fields)
+            names, values = family.fields[part], {}
+            if part == "attention" and fields["position_embedding_type"] == "rope":
+                rotary = _fill(RotaryConfig, family.fields["rotary"], fields)
+                values = {"rotary": rotary}
+            settled[part] = _fill(kind, names, fields, **values)
     return _fill(ModelConfig, family.fields["model"], fields, **settled)
 
 
@@ -162,6 +184,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], content)
 
 
+def _flatten(fields: Fields) -> dict[str, Any]:
+    """Leave out what is unset; give what is said of rotary names of its own.
+
+    That is a table in a config, under one of two names, whose entries become
+    ``rope.factor`` and so on.
+    """
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    flat = {**fields, **{f"rope.{name}": value for name, value in rope.items()}}
+    if "rope.type" in flat:
+        flat.setdefault("rope.rope_type", flat["rope.type"])
+    return {name: value for name, value in flat.items() if value not in (None, "auto")}
+
+
 #: How values are brought into the form of a field; others stay as they are.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda name: str(name).removeprefix("torch."),
@@ -174,38 +209,64 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _fill(
-    kind: type[T], names: Mapping[str, list[str]], fields: Fields, **values: Any
-) -> T:
+def _fill(kind: type[T], names: Mapping[str, Any], fields: Fields, **values: Any) -> T:
     """Make a `ModelConfig`, or the shape of one kind of layer, of a config's fields.
 
     Args:
         kind: The class to make.
-        names: For each of its fields, what configs call it.
+        names: For each of its fields, what configs call it, or its value.
         fields: The config.
         values: Fields that are settled already.
 
     Raises:
-        ConfigError: A field that is missing or is not a whole number.
+        ConfigError: A field that is missing or is not a number.
     """
     for entry in dataclasses.fields(cast(Any, kind)):
         if entry.name in values or entry.name not in names:
             continue
-        found = next((name for name in names[entry.name] if name in fields), None)
+        forms = names[entry.name]
+        if not isinstance(forms, list):
+            values[entry.name] = forms
+            continue
+        found = next((name for name in forms if name.split()[0] in fields), None)
         if found is not None:
-            value = fields[found]
-            if entry.type == "int" and type(value) is not int:
-                raise ConfigError(f"{found} is {value!r}; it must be a whole number")
+            value = _value(found, entry.type, fields)
             values[entry.name] = _CONVERSIONS.get(entry.name, lambda x: x)(value)
         elif entry.default is dataclasses.MISSING:
-            raise ConfigError(f"the model's config lacks {names[entry.name][0]}")
+            raise ConfigError(f"the model's config lacks {forms[0]}")
     return kind(**values)
 
 
-def _pattern(letters: Mapping[str, str], fields: Fields) -> str:
-    """Return the layer pattern; a list of names goes before a string of letters."""
+def _value(form: str, kind: Any, fields: Fields) -> Any:
+    """Look up a field, or work out a form such as ``a * b / c``; in whole numbers."""
+    name, *rest = form.split()
+    for each in (name, *rest[1::2]):
+        if each not in fields:
+            raise ConfigError(f"the model's config lacks {each}")
+        value, is_whole = fields[each], kind == "int" or bool(rest)
+        if is_whole and type(value) is not int:
+            raise ConfigError(f"{each} is {value!r}; it must be a whole number")
+        if kind == "float" and type(value) not in (int, float):
+            raise ConfigError(f"{each} is {value!r}; it must be a number")
+    value = fields[name]
+    for sign, each in zip(rest[::2], rest[1::2], strict=True):
+        value = value * fields[each] if sign == "*" else value // fields[each]
+    return value
+
+
+def _pattern(family: Family, fields: Fields) -> str:
+    """Return the layer pattern; a list of names goes before a string of letters.
+
+    Where a config has neither, all layers are of one kind but those that it numbers.
+    A layer that is two of ours has an MLP or experts for its second.
+    """
     spellings = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     names: Sequence[str] = next((fields[n] for n in spellings if n in fields), ())
+    letters = family.layers
+    if not names and family.first:
+        depth = _value("num_hidden_layers", "int", fields)
+        attention = fields.get("attn_layer_indices", ())
+        names = [ATTENTION if n in attention else family.first for n in range(depth)]
     if not names:
         raise ConfigError(f"the model's config has none of {', '.join(spellings)}")
     unknown = sorted(set(names) - set(letters) - set(LAYER_PARTS))
@@ -221,4 +282,7 @@ def _pattern(letters: Mapping[str, str], fields: Fields) -> str:
             f"num_hidden_layers is {depth}, but the layer pattern {pattern!r} has "
             f"{len(pattern)} layers"
         )
-    return pattern
+    second = family.second
+    if second == MOE and not fields.get("num_local_experts"):
+        second = MLP
+    return "".join(letter + second for letter in pattern)

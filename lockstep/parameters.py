@@ -77,18 +77,20 @@ class MambaParameters:
 
 @dataclass(frozen=True)
 class AttentionParameters:
-    """One attention layer."""
+    """One attention layer; ``q_norm`` and ``k_norm`` are weights of a head's norm."""
 
     norm: shapes.NormWeight
     q_proj: LinearParameters
     k_proj: LinearParameters
     v_proj: LinearParameters
     o_proj: LinearParameters
+    q_norm: shapes.NormWeight | None
+    k_norm: shapes.NormWeight | None
 
 
 @dataclass(frozen=True)
 class MlpParameters:
-    """One MLP layer."""
+    """One MLP layer; a gated one has the rows of its gate first in ``up_proj``."""
 
     norm: shapes.NormWeight
     up_proj: LinearParameters
@@ -103,7 +105,8 @@ class MoeParameters:
         norm: Weight of the norm before the layer.
         router: Scores of each expert.
         correction: Added to the scores for the choice, never to the weights.
-        experts_up: First matrices of all experts, stacked.
+        experts_up: First matrices of all experts, stacked; in gated ones, here and in
+            the shared expert, the rows of the gate come first.
         experts_down: Second matrices of all experts, stacked.
         shared_up: First matrix of the shared expert.
         shared_down: Second matrix of the shared expert.
@@ -113,7 +116,7 @@ class MoeParameters:
 
     norm: shapes.NormWeight
     router: shapes.Weight
-    correction: shapes.PerExpert
+    correction: shapes.PerExpert | None
     experts_up: shapes.ExpertsUp
     experts_down: shapes.ExpertsDown
     shared_up: LinearParameters | None
@@ -217,6 +220,11 @@ def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Specs:
     return weight | (_one(f"{name}.bias", "bias", outputs) if bias else {})
 
 
+def _rows(size: int, gated: bool) -> int:
+    """Count the rows of the first matrix of an MLP or an expert."""
+    return 2 * size if gated else size
+
+
 def _mamba_specs(hidden: int, mamba: configs.MambaConfig) -> Specs:
     channels, heads, bias = mamba.conv_channels, mamba.num_heads, mamba.proj_bias
     inner = mamba.inner_size
@@ -235,29 +243,33 @@ def _mamba_specs(hidden: int, mamba: configs.MambaConfig) -> Specs:
 def _attention_specs(hidden: int, attention: configs.AttentionConfig) -> Specs:
     bias, query_size = attention.bias, attention.num_heads * attention.head_dim
     kv_size = attention.num_kv_heads * attention.head_dim
+    norms = ("q_norm", "k_norm") if attention.qk_norm else ()
     return {
         **_linear("q_proj", query_size, hidden, bias),
         **_linear("k_proj", kv_size, hidden, bias),
         **_linear("v_proj", kv_size, hidden, bias),
         **_linear("o_proj", hidden, query_size, bias),
+        **{name: ParameterSpec((attention.head_dim,), "norm") for name in norms},
     }
 
 
 def _mlp_specs(hidden: int, mlp: configs.MlpConfig) -> Specs:
-    up = _linear("up_proj", mlp.size, hidden, mlp.bias)
+    up = _linear("up_proj", _rows(mlp.size, mlp.gated), hidden, mlp.bias)
     return up | _linear("down_proj", hidden, mlp.size, mlp.bias)
 
 
 def _moe_specs(hidden: int, moe: configs.MoeConfig) -> Specs:
-    width = moe.latent_size or hidden
+    width, rows = moe.latent_size or hidden, _rows(moe.expert_size, moe.gated)
     specs = {
         **_one("router", "router", moe.num_experts, hidden),
-        **_one("correction", "correction", moe.num_experts),
-        **_one("experts_up", "matrix", moe.num_experts, moe.expert_size, width),
+        **_one("experts_up", "matrix", moe.num_experts, rows, width),
         **_one("experts_down", "matrix", moe.num_experts, width, moe.expert_size),
     }
+    if moe.scoring == "sigmoid":
+        specs |= _one("correction", "correction", moe.num_experts)
     if moe.shared_size:
-        specs |= _linear("shared_up", moe.shared_size, hidden, moe.bias)
+        rows = _rows(moe.shared_size, moe.gated)
+        specs |= _linear("shared_up", rows, hidden, moe.bias)
         specs |= _linear("shared_down", hidden, moe.shared_size, moe.bias)
     if moe.latent_size:
         specs |= _linear("latent_down", width, hidden, moe.bias)

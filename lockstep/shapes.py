@@ -17,6 +17,7 @@ blocks             block pool, with the dummy block last
 slots              state pool: live slots, snapshots, zero slot, dummy slot
 snapshots          states stored in one step
 experts, top_k     routed experts; experts per token
+expert_rows        inner width of an expert; twice that where experts are gated
 =================  ============================================================
 """
 
@@ -55,7 +56,7 @@ NormWeight = Float[Tensor, " features"]
 ConvWeight = Float[Tensor, "channels width"]
 ConvBias = Float[Tensor, " channels"]
 PerMambaHead = Float[Tensor, " mamba_heads"]
-ExpertsUp = Float[Tensor, "experts expert_size inputs"]
+ExpertsUp = Float[Tensor, "experts expert_rows inputs"]
 ExpertsDown = Float[Tensor, "experts inputs expert_size"]
 PerExpert = Float[Tensor, " experts"]
 

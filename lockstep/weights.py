@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ MAX_LISTED = 20
 
 @dataclass(frozen=True)
 class _Form:
-    """How a checkpoint stores a parameter: as one tensor, or as one an expert."""
+    """How a checkpoint stores a parameter: as one tensor, or as several equal ones."""
 
     parts: list[str]
     shape: tuple[int, ...]
@@ -60,9 +61,8 @@ class Checkpoint:
         ]
         known = {part for form in self._forms.values() for part in form.parts}
         for name in sorted(set(self._stored) - known):
-            faults += (
-                [] if name.startswith(tuple(family.ignored)) else [f"unknown: {name}"]
-            )
+            is_ignored = any(fnmatchcase(name, form) for form in family.ignored)
+            faults += [] if is_ignored else [f"unknown: {name}"]
         if faults:
             raise CheckpointError(_summary(folder, faults))
 
@@ -77,10 +77,12 @@ class Checkpoint:
         """Take the first of a source's forms that is there, in part or whole."""
         forms: list[_Form] = []
         for name in source.names:
-            is_stack = "{expert}" in name
-            experts = range(spec.shape[0] if is_stack else 1)
-            parts = [name.format(expert=expert) for expert in experts]
-            shape = spec.shape[1:] if is_stack else spec.shape
+            shape, parts = spec.shape, name.split("+")
+            if "{expert}" in name:
+                parts = [name.format(expert=expert) for expert in range(shape[0])]
+                shape = shape[1:]
+            elif len(parts) > 1:
+                shape = shape[0] // len(parts), *shape[1:]
             forms.append(_Form(parts, shape, source.transform))
         found = (
             form for form in forms if not self._stored.keys().isdisjoint(form.parts)

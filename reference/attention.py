@@ -1,7 +1,8 @@
 """Attention over the K/V blocks of each request, token by token.
 
-There is no position encoding: the order of tokens reaches attention through the Mamba
-layers, and here only by which positions a token may see.
+Most hybrid models have no position encoding: the order of tokens reaches attention
+through the Mamba layers, and here only by which positions a token may see. Others turn
+queries and keys by an angle that grows with the position.
 
 Source: Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762, eq. 1;
 Ainslie et al. 2023, "GQA", arXiv 2305.13245 (query heads that share K/V heads).
@@ -9,14 +10,53 @@ Ainslie et al. 2023, "GQA", arXiv 2305.13245 (query heads that share K/V heads).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from lockstep.batch import BatchMetadata
 from lockstep.blocks import num_blocks_for
+from lockstep.config import RotaryConfig
 from lockstep.shapes import Keys, KvBlocks, Queries, TokenIds
 
 from .rows import prefill_rows
+
+
+def apply_rotary(
+    queries: Queries, keys: Keys, positions: TokenIds, config: RotaryConfig
+) -> tuple[Queries, Keys]:
+    """Turn pairs of channels of every head by angles that grow with the position.
+
+    The product of two such heads depends on how far apart they are. Channel ``i`` of
+    the first half of those turned pairs with channel ``i`` of the second half. Angles,
+    cosines and sines are computed for each token on its own, from its position, in
+    float32 (float64 in a float64 model), and what is turned is rounded once.
+
+    Args:
+        queries: Queries of every token of the step.
+        keys: Keys of every token of the step.
+        positions: Absolute position of each token.
+        config: How fast each pair turns, and what part of a head.
+
+    Returns:
+        Queries and keys, turned; channels beyond that part are as they were.
+
+    Source: Su et al. 2021, "RoFormer", arXiv 2104.09864, eq. 15 and 34.
+    """
+    size = config.size(queries.shape[2])
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    frequencies = _rotary_frequencies(config, size).to(queries.device, wide)
+    turned = queries.clone(), keys.clone()
+    for token, position in enumerate(positions.tolist()):
+        angles = position * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        for heads in turned:
+            first, second = heads[token, :, :size].to(wide).chunk(2, dim=1)
+            heads[token, :, :size] = torch.cat(
+                (first * cos - second * sin, second * cos + first * sin), dim=1
+            )
+    return turned
 
 
 def append_kv(
@@ -104,6 +144,23 @@ def attend_prefill(
                 queries[index], keys[:length], values[:length], scale
             )
     return outputs
+
+
+def _rotary_frequencies(config: RotaryConfig, size: int) -> Tensor:
+    """Return the angle per position of each pair, in float32 as published models do.
+
+    Source: for ``llama3``, the reference code of Llama 3.1 (``apply_scaling``).
+    """
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
+    frequencies = 1.0 / config.theta**exponents
+    if config.kind == "linear":
+        return frequencies / config.factor
+    if config.kind == "default":
+        return frequencies
+    turns = config.original_positions / (2 * math.pi / frequencies)
+    low, high = config.low_factor, config.high_factor
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - share) * frequencies / config.factor + share * frequencies
 
 
 def _gather(blocks: Tensor, block_table: Tensor, length: int) -> Tensor:

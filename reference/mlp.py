@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lockstep.config import Activation
-from lockstep.shapes import Features
+from lockstep.shapes import Features, Inputs
 
 
 def activate(inputs: Features, activation: Activation) -> Features:
@@ -30,6 +30,22 @@ def activate(inputs: Features, activation: Activation) -> Features:
     for row, output in zip(inputs, outputs, strict=True):
         output.copy_(function(torch.clone(row)))
     return outputs
+
+
+def activate_gated(inputs: Inputs, activation: Activation) -> Features:
+    """Multiply each token's features by the activation of their gates.
+
+    The activation is rounded to the inputs' dtype before it meets the features, as the
+    published models do.
+
+    Args:
+        inputs: One row a token: all gates, then as many features.
+        activation: As in `activate`.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202, eq. 5.
+    """
+    gates, features = inputs.chunk(2, dim=1)
+    return activate(gates, activation) * features
 
 
 def _relu2(row: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.batch import BatchMetadata, ScanTokens
-from lockstep.config import Activation, MambaConfig, ModelConfig, Sizes
+from lockstep.config import MambaConfig, MlpConfig, ModelConfig, MoeConfig, Sizes
 from lockstep.interfaces import Components
 from lockstep.memory import Caches
 from lockstep.parameters import (
@@ -21,7 +21,7 @@ from lockstep.parameters import (
     MoeParameters,
     Parameters,
 )
-from lockstep.shapes import Hidden, Logits
+from lockstep.shapes import Hidden, Logits, NormWeight
 
 
 class Model:
@@ -75,12 +75,16 @@ class Model:
         Returns:
             Logits after the tokens that ``batch.logit_index`` names, in float32.
         """
-        parameters, eps = self.parameters, self.config.norm_eps
+        config, parameters, eps = self.config, self.parameters, self.config.norm_eps
         residual = parameters.embedding[batch.token_ids]
+        residual = _times(residual, config.embedding_multiplier)
+        if config.float32_residual:
+            residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
         norms = [layer.norm for layer in parameters.layers] + [parameters.final_norm]
         hidden = self.components.rms_norm(residual, norms[0], eps)
         for index, next_norm in enumerate(norms[1:]):
             update = self._layer(index, hidden, batch, caches)
+            update = _times(update, config.residual_multiplier)
             residual, hidden = self.components.add_rms_norm(
                 residual, update, next_norm, eps
             )
@@ -91,7 +95,8 @@ class Model:
             self.sizes.dummy_slot,
         )
         rows = hidden[batch.logit_index]
-        return self.components.linear(rows, parameters.head, None).float()
+        logits = self.components.linear(rows, parameters.head, None).float()
+        return logits if config.logit_divisor == 1 else logits / config.logit_divisor
 
     def _layer(
         self, index: int, hidden: Hidden, batch: BatchMetadata, caches: Caches
@@ -107,8 +112,7 @@ class Model:
             return self._attention(hidden, layer, keys, values, batch)
         if isinstance(layer, MlpParameters):
             assert self.config.mlp is not None
-            activation = self.config.mlp.activation
-            return self._mlp(hidden, layer.up_proj, layer.down_proj, activation)
+            return self._mlp(hidden, layer.up_proj, layer.down_proj, self.config.mlp)
         return self._moe(hidden, layer, batch)
 
     def _mamba(
@@ -141,7 +145,7 @@ class Model:
             gate,
             layer.gated_norm,
             self.config.norm_eps,
-            config.num_groups,
+            config.norm_groups,
         )
         return self._linear(normed, layer.out_proj)
 
@@ -153,13 +157,20 @@ class Model:
         value_blocks: Tensor,
         batch: BatchMetadata,
     ) -> Hidden:
-        """Project, append keys and values to their blocks, attend, project back."""
+        """Project, norm and turn, append to the blocks, attend, project back."""
         config, components = self.config.attention, self.components
         assert config is not None
         queries, keys, values = (
             self._linear(hidden, projection).unflatten(1, (-1, config.head_dim))
             for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
         )
+        if layer.q_norm is not None and layer.k_norm is not None:
+            queries = self._norm_heads(queries, layer.q_norm)
+            keys = self._norm_heads(keys, layer.k_norm)
+        if config.rotary is not None:
+            queries, keys = components.apply_rotary(
+                queries, keys, batch.positions, config.rotary
+            )
         components.append_kv(keys, values, key_blocks, value_blocks, batch.kv_index)
         attended = _by_kind(
             (components.attend_decode, components.attend_prefill),
@@ -169,15 +180,24 @@ class Model:
         )
         return self._linear(attended.flatten(1), layer.o_proj)
 
+    def _norm_heads(self, heads: Tensor, weight: NormWeight) -> Tensor:
+        """Norm each head of each token on its own."""
+        rows = self.components.rms_norm(
+            heads.flatten(0, 1), weight, self.config.norm_eps
+        )
+        return rows.view(heads.shape)
+
     def _mlp(
         self,
         hidden: Hidden,
         up_proj: LinearParameters,
         down_proj: LinearParameters,
-        activation: Activation,
+        config: MlpConfig | MoeConfig,
     ) -> Hidden:
         """Project up, activate, project down."""
-        inner = self.components.activate(self._linear(hidden, up_proj), activation)
+        components = self.components
+        function = components.activate_gated if config.gated else components.activate
+        inner = function(self._linear(hidden, up_proj), config.activation)
         return self._linear(inner, down_proj)
 
     def _moe(
@@ -198,19 +218,24 @@ class Model:
             expert_weights,
             layer.experts_up,
             layer.experts_down,
-            config.activation,
+            config,
         )
         if layer.latent_up:
             routed = self._linear(routed, layer.latent_up)
         if layer.shared_up and layer.shared_down:
             routed = routed + self._mlp(
-                hidden, layer.shared_up, layer.shared_down, config.activation
+                hidden, layer.shared_up, layer.shared_down, config
             )
         return routed
 
     def _linear(self, inputs: Tensor, parameters: LinearParameters) -> Tensor:
         """Multiply by a weight and add its bias, if any."""
         return self.components.linear(inputs, parameters.weight, parameters.bias)
+
+
+def _times(values: Tensor, factor: float) -> Tensor:
+    """Multiply by a factor of the model's, which most models do not have."""
+    return values if factor == 1 else values * factor
 
 
 def _scan_tokens(convolved: Tensor, dt: Tensor, config: MambaConfig) -> ScanTokens:

@@ -1,8 +1,9 @@
 """Mixture of experts: which experts a token visits, and what they add up to.
 
-Source: Shazeer et al. 2017, arXiv 1701.06538 (the layer); DeepSeek-AI 2024,
-"DeepSeek-V3", arXiv 2412.19437, eq. 12 to 16 (sigmoid scores, a correction that steers
-the choice alone, and choice limited to the best groups of experts).
+Source: Shazeer et al. 2017, arXiv 1701.06538, eq. 2 to 5 (the layer, and the softmax of
+the largest scores); DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, eq. 12 to 16
+(sigmoid scores, a correction that steers the choice alone, and choice limited to the
+best groups of experts).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lockstep.config import Activation, MoeConfig
+from lockstep.config import MoeConfig
 from lockstep.shapes import (
     ExpertIds,
     ExpertsDown,
@@ -25,7 +26,7 @@ from lockstep.shapes import (
 )
 
 from .linear import linear
-from .mlp import activate
+from .mlp import activate, activate_gated
 
 #: Keeps the sum of a token's weights away from zero when they are scaled by it.
 _TINY = 1e-20
@@ -34,20 +35,22 @@ _TINY = 1e-20
 def route(
     hidden: Hidden,
     router: Weight,
-    correction: PerExpert,
+    correction: PerExpert | None,
     config: MoeConfig,
     token_mask: TokenMask,
 ) -> tuple[ExpertIds, ExpertWeights]:
     """Choose the experts of each token and their weights.
 
-    A score is the sigmoid of a product with the router, in float32. The choice goes by
-    score plus correction; the weights are the plain scores of those chosen, scaled to a
-    sum of one if the model wants that. Where scores tie, the lowest id is chosen.
+    A score is a product with the router, in float32, or its sigmoid, as the model says.
+    The choice goes by score, plus correction if there is one. The weights are the
+    softmax of the scores of those chosen, or the plain sigmoids, scaled to a sum of one
+    if the model wants that. Where scores tie, the lowest id is chosen.
 
     Args:
         hidden: One row a token.
         router: One row an expert, in float32.
-        correction: Added to the scores for the choice, never to the weights.
+        correction: Added to the scores for the choice, never to the weights; None for
+            none.
         config: How many experts, groups and choices.
         token_mask: False for padding, which visits no expert.
 
@@ -61,8 +64,11 @@ def route(
     for token, is_real in enumerate(token_mask.tolist()):
         if is_real:
             row = hidden[token].to(router.dtype, copy=True)
-            scores = functional.linear(row, router).sigmoid()
-            ids[token] = _choose(scores + correction, config)
+            scores = functional.linear(row, router)
+            if config.scoring == "sigmoid":
+                scores = scores.sigmoid()
+            choice = scores if correction is None else scores + correction
+            ids[token] = _choose(choice, config)
             weights[token] = _weigh(scores[ids[token]], config)
     return ids, weights
 
@@ -73,21 +79,23 @@ def apply_experts(
     expert_weights: ExpertWeights,
     experts_up: ExpertsUp,
     experts_down: ExpertsDown,
-    activation: Activation,
+    config: MoeConfig,
 ) -> Features:
     """Send each token through its experts and add up what they return, weighted.
 
-    An expert is a matrix up, an activation and a matrix down. A token's experts are
-    added in ascending id, in the dtype of the weights, and the sum is rounded once.
+    An expert is a matrix up, an activation, gated or not, and a matrix down. A token's
+    experts are added in ascending id, in the dtype of the weights, and the sum is
+    rounded once.
 
     Args:
         hidden: One row a token, of the width in which the experts work.
         expert_ids: Experts of each token, ascending; -1 adds nothing.
         expert_weights: Their weights.
-        experts_up: First matrix of every expert.
+        experts_up: First matrix of every expert, the rows of a gate first.
         experts_down: Second matrix of every expert.
-        activation: Function between the two.
+        config: The activation between the two, and whether it is gated.
     """
+    function = activate_gated if config.gated else activate
     outputs = torch.empty_like(hidden)
     rows = zip(hidden, expert_ids.tolist(), expert_weights, outputs, strict=True)
     for row, ids, weights, output in rows:
@@ -95,7 +103,7 @@ def apply_experts(
         for expert, weight in zip(ids, weights, strict=True):
             if expert >= 0:
                 inner = linear(row[None], experts_up[expert], None)
-                inner = activate(inner, activation)
+                inner = function(inner, config.activation)
                 total += weight * linear(inner, experts_down[expert], None)[0]
         output.copy_(total)
     return outputs
@@ -120,6 +128,8 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 def _weigh(scores: Tensor, config: MoeConfig) -> Tensor:
     """Turn the scores of the chosen experts into weights."""
-    if config.normalize_weights:
+    if config.scoring == "softmax":
+        scores = torch.softmax(scores, dim=-1)
+    elif config.normalize_weights:
         scores = scores / (scores.sum() + _TINY)
     return scores * config.scaling

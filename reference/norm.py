@@ -1,7 +1,8 @@
 """Root-mean-square norms, one token at a time.
 
 All arithmetic is float32 (float64 in a float64 model); the normed values are rounded to
-the model's dtype before they meet the weight, as the published models do.
+the weight's dtype, which is the model's, before they meet it, as the published models
+do.
 
 Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization",
 arXiv 1910.07467, eq. 4.
@@ -24,9 +25,9 @@ def rms_norm(hidden: Features, weight: NormWeight, eps: float) -> Features:
         weight: Factor on each feature.
         eps: Added to the mean square, so that a row of zeros stays zeros.
     """
-    outputs = torch.empty_like(hidden)
+    outputs = torch.empty_like(hidden, dtype=weight.dtype)
     for row, output in zip(hidden, outputs, strict=True):
-        output.copy_(weight * _normalize(_widen(row), eps).to(hidden.dtype))
+        output.copy_(weight * _normalize(_widen(row), eps).to(weight.dtype))
     return outputs
 
 
@@ -45,7 +46,8 @@ def add_rms_norm(
         eps: As in `rms_norm`.
 
     Returns:
-        The stream after the layer, in the model's dtype, and its norm.
+        The stream after the layer, in the dtype of the stream, and its norm, in that
+        of the weight.
     """
     total = residual + update
     return total, rms_norm(total, weight, eps)
@@ -57,7 +59,8 @@ def gated_group_rms_norm(
     """Multiply by the SiLU of a gate, then norm each group of features on its own.
 
     This stands at the end of a Mamba-2 layer. Groups are those of B and C, so that
-    heads which share them share a scale; the gate comes before the norm.
+    heads which share them share a scale, or all features are one; the gate comes before
+    the norm.
 
     Args:
         hidden: Outputs of the scan, one row a token.

@@ -19,6 +19,7 @@ from lockstep.config import (
     MlpConfig,
     ModelConfig,
     MoeConfig,
+    RotaryConfig,
     Sizes,
 )
 from lockstep.memory import Caches, allocate_caches, plan_memory, torch_dtype
@@ -50,6 +51,12 @@ LATENT_MOE = MoeConfig(
     latent_size=9,
     shared_size=11,
 )
+SOFTMAX_MOE = replace(MOE, scoring="softmax", activation="silu", gated=True)
+#: A rotary encoding of whole heads, and a stretched one of four channels of six.
+ROTARY = RotaryConfig(theta=100.0)
+PART_ROTARY = RotaryConfig(
+    theta=50.0, part=0.7, kind="llama3", factor=4.0, original_positions=24
+)
 _BASE = ModelConfig(
     family="tiny",
     layer_pattern="M*-E",
@@ -74,6 +81,25 @@ _MODELS = {
         attention=replace(ATTENTION, bias=True, scale=0.3),
         mlp=replace(MLP, bias=True, activation="gelu"),
         moe=replace(MOE, bias=True, activation="silu", shared_size=0),
+    ),
+    "turned": replace(
+        _BASE,
+        layer_pattern="*-*-",
+        attention=replace(ATTENTION, rotary=ROTARY, qk_norm=True),
+        mlp=replace(MLP, activation="silu", gated=True, bias=True),
+    ),
+    "scaled": replace(
+        _BASE,
+        layer_pattern="ME*E",
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        logit_divisor=0.8,
+        mamba=replace(MAMBA, num_norm_groups=1),
+        attention=replace(ATTENTION, rotary=PART_ROTARY, scale=0.3),
+        moe=SOFTMAX_MOE,
+    ),
+    "wide stream": replace(
+        _BASE, layer_pattern="MM", dtype="bfloat16", float32_residual=True
     ),
     "bf16": replace(_BASE, layer_pattern="M*M-E", dtype="bfloat16"),
     "float64": replace(_BASE, layer_pattern="M*M-E", dtype="float64"),

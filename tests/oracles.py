@@ -6,13 +6,14 @@ tests themselves, straight from `transformers` and `mamba_ssm`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lockstep.config import ModelConfig, MoeConfig
+from lockstep.config import ModelConfig, MoeConfig, RotaryConfig
 from lockstep.parameters import (
     AttentionParameters,
     LinearParameters,
@@ -88,6 +89,34 @@ def selective_scan(
     return y, state + total[-1].exp()[:, None, None] * initial.double()
 
 
+def rotate(heads: Tensor, positions: Tensor, config: RotaryConfig) -> Tensor:
+    """Turn heads (tokens, heads, head_dim) by multiplying complex numbers."""
+    half = int(heads.shape[2] * config.part) // 2
+    frequencies = torch.tensor([turn(config, i / half) for i in range(half)])
+    angles = positions.double()[:, None, None] * frequencies.double()
+    wide = heads.double()
+    pairs = torch.complex(wide[..., :half], wide[..., half : 2 * half])
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag, wide[..., 2 * half :]), dim=2)
+
+
+def turn(config: RotaryConfig, exponent: float) -> float:
+    """Return the angle per position of one pair of channels."""
+    angle = config.theta**-exponent
+    if config.kind == "default":
+        return angle
+    if config.kind == "linear":
+        return angle / config.factor
+    wavelength, first = 2 * math.pi / angle, config.original_positions
+    if wavelength < first / config.high_factor:
+        return angle
+    if wavelength > first / config.low_factor:
+        return angle / config.factor
+    low, high = config.low_factor, config.high_factor
+    share = (first / wavelength - low) / (high - low)
+    return (1 - share) * angle / config.factor + share * angle
+
+
 def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Attend causally; the last query is at the last key's position. In float64."""
     queries, keys, values = queries.double(), keys.double(), values.double()
@@ -104,13 +133,16 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tenso
 
 
 def route(
-    hidden: Tensor, router: Tensor, correction: Tensor, config: MoeConfig
+    hidden: Tensor, router: Tensor, correction: Tensor | None, config: MoeConfig
 ) -> list[dict[int, float]]:
     """Choose experts by sorting (score, id) pairs; one dict of weights a token."""
     chosen: list[dict[int, float]] = []
     logits = hidden.double() @ router.double().T
-    for scores in (1 / (1 + torch.exp(-logits))).tolist():
-        choice = [s + c for s, c in zip(scores, correction.tolist(), strict=True)]
+    is_softmax = config.scoring == "softmax"
+    by_token = torch.exp(logits) if is_softmax else 1 / (1 + torch.exp(-logits))
+    added = [0.0] * config.num_experts if correction is None else correction.tolist()
+    for scores in by_token.tolist():
+        choice = [s + c for s, c in zip(scores, added, strict=True)]
         size = len(choice) // config.num_groups
         groups = [choice[g * size : (g + 1) * size] for g in range(config.num_groups)]
         by_score = sorted(
@@ -130,27 +162,29 @@ def apply_experts(
     dense_weights: Tensor,
     experts_up: Tensor,
     experts_down: Tensor,
-    activation: str,
+    config: MoeConfig,
 ) -> Tensor:
     """Run every token through every expert, then weigh; in float64.
 
     Args:
         hidden: (tokens, inputs).
         dense_weights: (tokens, experts), zero where a token does not go.
-        experts_up: (experts, size, inputs).
+        experts_up: (experts, size, inputs), or twice the size with a gate.
         experts_down: (experts, inputs, size).
-        activation: Function between the two.
+        config: The activation, and whether it is gated.
     """
     inner = torch.einsum("ti,esi->tes", hidden.double(), experts_up.double())
-    outer = torch.einsum(
-        "tes,eis->tei", activate(inner, activation), experts_down.double()
-    )
+    inner = activate(inner, config.activation, config.gated)
+    outer = torch.einsum("tes,eis->tei", inner, experts_down.double())
     return torch.einsum("tei,te->ti", outer, dense_weights.double())
 
 
-def activate(values: Tensor, activation: str) -> Tensor:
+def activate(values: Tensor, activation: str, gated: bool = False) -> Tensor:
     """Apply an activation by its formula, in float64."""
     wide = values.double()
+    if gated:
+        half = wide.shape[-1] // 2
+        return activate(wide[..., :half], activation) * wide[..., half:]
     if activation == "relu2":
         return torch.where(wide > 0, wide * wide, 0.0)
     if activation == "silu":
@@ -179,7 +213,7 @@ def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
 
 def forward(config: ModelConfig, parameters: Parameters, tokens: list[int]) -> Tensor:
     """Compute the logits of one sequence with dense float64 operations."""
-    residual = parameters.embedding[tokens].double()
+    residual = parameters.embedding[tokens].double() * config.embedding_multiplier
     functions: dict[type, Callable[..., Tensor]] = {
         MambaParameters: _mamba,
         AttentionParameters: _attention,
@@ -188,9 +222,10 @@ def forward(config: ModelConfig, parameters: Parameters, tokens: list[int]) -> T
     }
     for layer in parameters.layers:
         hidden = rms_norm(residual, layer.norm, config.norm_eps)
-        residual = residual + functions[type(layer)](config, layer, hidden)
+        update = functions[type(layer)](config, layer, hidden)
+        residual = residual + update * config.residual_multiplier
     hidden = rms_norm(residual, parameters.final_norm, config.norm_eps)
-    return hidden @ parameters.head.double().T
+    return hidden @ parameters.head.double().T / config.logit_divisor
 
 
 def _linear(inputs: Tensor, parameters: LinearParameters) -> Tensor:
@@ -225,7 +260,7 @@ def _mamba(config: ModelConfig, layer: MambaParameters, hidden: Tensor) -> Tenso
         torch.zeros(mamba.num_heads, mamba.head_dim, mamba.state_size),
     )
     y, eps = y.reshape(len(hidden), inner), config.norm_eps
-    normed = gated_group_rms_norm(y, gate, layer.gated_norm, eps, mamba.num_groups)
+    normed = gated_group_rms_norm(y, gate, layer.gated_norm, eps, mamba.norm_groups)
     return _linear(normed, layer.out_proj)
 
 
@@ -237,13 +272,22 @@ def _attention(
         _linear(hidden, p).reshape(len(hidden), -1, config.attention.head_dim)
         for p in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
+    if layer.q_norm is not None and layer.k_norm is not None:
+        queries = rms_norm(queries, layer.q_norm, config.norm_eps)
+        keys = rms_norm(keys, layer.k_norm, config.norm_eps)
+    if config.attention.rotary:
+        positions = torch.arange(len(hidden))
+        queries, keys = (
+            rotate(x, positions, config.attention.rotary) for x in (queries, keys)
+        )
     attended = attend(queries, keys, values, config.attention.score_scale)
     return _linear(attended.reshape(len(hidden), -1), layer.o_proj)
 
 
 def _mlp(config: ModelConfig, layer: MlpParameters, hidden: Tensor) -> Tensor:
     assert config.mlp is not None
-    inner = activate(_linear(hidden, layer.up_proj), config.mlp.activation)
+    mlp = config.mlp
+    inner = activate(_linear(hidden, layer.up_proj), mlp.activation, mlp.gated)
     return _linear(inner, layer.down_proj)
 
 
@@ -256,11 +300,9 @@ def _moe(config: ModelConfig, layer: MoeParameters, hidden: Tensor) -> Tensor:
         for expert, weight in weights.items():
             row[expert] = weight
     inputs = _linear(hidden, layer.latent_down) if layer.latent_down else hidden
-    routed = apply_experts(
-        inputs, dense, layer.experts_up, layer.experts_down, moe.activation
-    )
+    routed = apply_experts(inputs, dense, layer.experts_up, layer.experts_down, moe)
     routed = _linear(routed, layer.latent_up) if layer.latent_up else routed
     if layer.shared_up is None or layer.shared_down is None:
         return routed
-    inner = activate(_linear(hidden, layer.shared_up), moe.activation)
+    inner = activate(_linear(hidden, layer.shared_up), moe.activation, moe.gated)
     return routed + _linear(inner, layer.shared_down)

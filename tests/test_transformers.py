@@ -11,6 +11,10 @@ Faults of transformers 5.17.0 that the variants step around:
   configs set ``time_step_min`` to 1e-9, except where a test sets the limits themselves.
 * ``tie_word_embeddings`` ties nothing: head and embedding are saved and loaded apart.
 * ``attention_bias`` makes no bias.
+
+The other families' prefill form obeys the limits, and it alone is asked here: their
+one-token form does not clamp time steps either. Nor is ``bamba`` asked to continue from
+a cache, for which it needs ``position_ids``: by itself it counts them from zero again.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import NemotronHForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.llm import DEMO_FOLDER
@@ -61,21 +65,90 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+LIMITS = {"time_step_limit": (0.3, 0.9)}
+#: The other families.
+OTHERS: dict[str, dict[str, dict[str, Any]]] = {
+    "bamba": {
+        "half of each head turned": {},
+        "whole heads turned": {
+            "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 1.0}
+        },
+        "linear, one group": {"rope_parameters": LINEAR, "mamba_n_groups": 1},
+        "biases": {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+        },
+        "limits, tied": {**LIMITS, "tie_word_embeddings": True},
+        "longer scan chunks": {"mamba_chunk_size": 64, "mamba_d_conv": 3},
+    },
+    "granitemoehybrid": {
+        "experts": {},
+        "experts, rotary": {"position_embedding_type": "rope"},
+        "no experts": {"num_local_experts": 0},
+        "no experts, rotary, tied": {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+        },
+        "attention alone": {
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+        },
+        "limits, one expert a token": {**LIMITS, "num_experts_per_tok": 1},
+        "biases": {"attention_bias": True, "mamba_proj_bias": True},
+    },
+    "mamba2": {
+        "plain": {},
+        "one group": {"n_groups": 1},
+        "biases": {"use_bias": True, "use_conv_bias": False},
+        "limits, tied": {**LIMITS, "tie_word_embeddings": True},
+    },
+    "llama": {
+        "plain": {},
+        "linear": {"rope_parameters": LINEAR},
+        "llama3, tied": {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
+        "one shared head": {"num_key_value_heads": 1, "head_dim": 20},
+        "no shared heads": {"num_key_value_heads": 4, "hidden_act": "gelu"},
+        "biases": {"attention_bias": True, "mlp_bias": True},
+    },
+    "qwen3": {
+        "plain": {},
+        "tied, biases": {"tie_word_embeddings": True, "attention_bias": True},
+        "linear": {"rope_parameters": LINEAR},
+    },
+}
+VARIANTS |= {
+    f"{family}, {name}": {"model_type": family, **fields}
+    for family, variants in OTHERS.items()
+    for name, fields in variants.items()
+}
 
-def oracle(folder: Path, **options: Any) -> NemotronHForCausalLM:
+
+def oracle(folder: Path, **options: Any) -> Any:
     """Load a checkpoint with `transformers`, in float32."""
     options = {"dtype": torch.float32, **options}
-    return NemotronHForCausalLM.from_pretrained(folder, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 @torch.no_grad()
-def oracle_logprobs(model: NemotronHForCausalLM, token_ids: list[int]) -> Tensor:
+def oracle_logprobs(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     """Compute the whole sequence without a cache."""
     logits = model(torch.tensor([token_ids]), use_cache=False).logits[0]
     return torch.log_softmax(logits, dim=-1)
 
 
-def oracle_greedy(model: NemotronHForCausalLM, prompt: list[int]) -> list[int]:
+def oracle_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     """Continue a prompt greedily, computing everything again for each token."""
     token_ids = list(prompt)
     for _ in range(NUM_GREEDY):
@@ -106,7 +179,7 @@ def prompt_for(vocab_size: int) -> list[int]:
 
 def assert_equal(
     folder: Path,
-    change: Callable[[NemotronHForCausalLM], None] = lambda model: None,
+    change: Callable[[PreTrainedModel], None] = lambda model: None,
     **options: Any,
 ) -> None:
     """Compare both on one folder."""
@@ -170,7 +243,7 @@ def test_time_step_limits(limits: tuple[float, float], tmp_path: Path) -> None:
     """Limits hold in prefill and decode alike; the library is made to obey them."""
     save(tmp_path, {"time_step_limit": limits})
 
-    def obey(model: NemotronHForCausalLM) -> None:
+    def obey(model: PreTrainedModel) -> None:
         for mixer in mamba_mixers(model):
             assert mixer.time_step_limit == (1e-9, math.inf)
             mixer.time_step_limit = limits
@@ -180,7 +253,7 @@ def test_time_step_limits(limits: tuple[float, float], tmp_path: Path) -> None:
         assert_equal(tmp_path)
 
 
-def mamba_mixers(model: NemotronHForCausalLM) -> list[Any]:
+def mamba_mixers(model: PreTrainedModel) -> list[Any]:
     """List the mixers of the Mamba-2 layers."""
     layers: list[Any] = [*model.model.layers]
     return [x.mixer for x in layers if x.block_type == "linear_attention"]

@@ -72,6 +72,7 @@ def test_dtypes(folder: Path) -> None:
     mamba, moe = load(folder, torch.bfloat16).layers[:2]
     assert isinstance(mamba, MambaParameters)
     assert isinstance(moe, MoeParameters)
+    assert moe.correction is not None
     assert mamba.in_proj.weight.dtype == moe.experts_up.dtype == torch.bfloat16
     assert mamba.norm.dtype == torch.bfloat16
     for values in (mamba.A, mamba.dt_bias, mamba.D, moe.router, moe.correction):

@@ -128,9 +128,14 @@ def test_models_of_random_traces(name: str) -> None:
 def test_checkpoints(name: str, tmp_path: Path) -> None:
     """The checkpoints that are compared with `transformers`."""
     config = EngineConfig(
-        max_requests=2, num_blocks=16, snapshot_slots=4, record_logprobs=True
+        max_requests=2,
+        num_blocks=16,
+        block_size=16,
+        scan_chunk_size=16,
+        snapshot_slots=4,
+        record_logprobs=True,
     )
-    folder = save(tmp_path, {**VARIANTS[name], "chunk_size": 16})
+    folder = save(tmp_path, VARIANTS[name])
     assert_sees_all(LLM(folder, device="cpu", config=config, verbose=False).engine)
 
 

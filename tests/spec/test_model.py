@@ -50,6 +50,7 @@ CALLED = (
     "add_rms_norm",
     "gated_group_rms_norm",
     "linear",
+    "apply_rotary",
     "conv_decode",
     "conv_prefill",
     "scan_decode",
@@ -58,6 +59,7 @@ CALLED = (
     "attend_decode",
     "attend_prefill",
     "activate",
+    "activate_gated",
     "route",
     "apply_experts",
     "copy_states",
@@ -274,8 +276,9 @@ def test_every_component_is_called(side: str, name: str) -> None:
     calls = list[str]()
     key = next(k for k in component_keys_of_forward() if k.endswith(f".{name}"))
     original = getattr(build_components(side), name)
-    tokens = some_tokens(5)
-    runner = Runner.make(side, model_config(), {key: counting(original, name, calls)})
+    tokens, options = some_tokens(5), ("apply_rotary", "activate_gated")
+    config = model_config("scaled" if name in options else "hybrid")
+    runner = Runner.make(side, config, {key: counting(original, name, calls)})
     runner.forward([], [runner.row(tokens, 0, 4)])
     one, two = runner.row(tokens, 4, 5), runner.row(tokens, 0, 3, 1, 6)
     runner.forward([one], [two])

@@ -9,15 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import NemotronHConfig
+from transformers import GraniteMoeHybridConfig, NemotronHConfig
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
+    GraniteMoeHybridTopKRouter,
+)
 from transformers.models.nemotron_h.modeling_nemotron_h import (
     NemotronHExperts,
     NemotronHTopkRouter,
 )
 
-from lockstep.config import MoeConfig
+from lockstep.config import Activation, MoeConfig
 from tests import oracles
-from tests.factories import LATENT_MOE, MOE, at_alignment, load, randn
+from tests.factories import LATENT_MOE, MOE, SOFTMAX_MOE, at_alignment, load, randn
 from tests.tolerances import assert_budgeted, assert_consistent, assert_equal
 
 HIDDEN = 19
@@ -27,14 +30,19 @@ CONFIGS = {
     "groups": LATENT_MOE,
     "all": replace(MOE, top_k=6),
     "one": replace(MOE, top_k=1, normalize_weights=False, scaling=0.5),
+    "softmax": replace(SOFTMAX_MOE, scaling=1.5),
 }
+#: Those of the published router with a correction.
+SIGMOID = [name for name in CONFIGS if name != "softmax"]
 
 
 def router_parameters(
     config: MoeConfig, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """Draw a router and a correction."""
+) -> tuple[Tensor, Tensor | None]:
+    """Draw a router and, where there is one, a correction."""
     router = randn(config.num_experts, HIDDEN, seed=1) / HIDDEN**0.5
+    if config.scoring == "softmax":
+        return router.to(dtype), None
     return router.to(dtype), randn(config.num_experts, seed=2).to(dtype) / 4
 
 
@@ -53,7 +61,8 @@ def expert_parameters(
 ) -> tuple[Tensor, Tensor]:
     """Draw the matrices of all experts."""
     shape = (config.num_experts, config.expert_size, width)
-    up = randn(*shape, seed=3) / width**0.5
+    rows = config.expert_size * (2 if config.gated else 1)
+    up = randn(config.num_experts, rows, width, seed=3) / width**0.5
     down = randn(*shape, seed=4).transpose(1, 2) / config.expert_size**0.5
     return up.to(dtype), down.contiguous().to(dtype)
 
@@ -94,15 +103,36 @@ def test_route_equals_brute_force(side: str, name: str, dtype: torch.dtype) -> N
     assert_budgeted("route", weights, torch.tensor(exact, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", SIGMOID)
 def test_route_equals_transformers(side: str, name: str) -> None:
     """The published router chooses the same."""
     config, hidden = CONFIGS[name], randn(40, HIDDEN)
     theirs = NemotronHTopkRouter(published_config(config))
     router, correction = router_parameters(config)
     theirs.weight.data = router
+    assert correction is not None
     theirs.e_score_correction_bias.copy_(correction)
     _, their_weights, their_ids = theirs(hidden)
+    ids, weights = route(side, hidden, config)
+    actual = dense(ids, weights, config.num_experts)
+    expected = dense(their_ids, their_weights.detach(), config.num_experts)
+    assert_equal(actual > 0, expected > 0)
+    assert_budgeted("route", actual, expected)
+
+
+def test_softmax_route_equals_transformers(side: str) -> None:
+    """The published router of the largest scores' softmax chooses the same."""
+    config, hidden = SOFTMAX_MOE, randn(40, HIDDEN)
+    theirs = GraniteMoeHybridTopKRouter(
+        GraniteMoeHybridConfig(
+            hidden_size=HIDDEN,
+            mamba_n_heads=2,
+            num_local_experts=config.num_experts,
+            num_experts_per_tok=config.top_k,
+        )
+    )
+    theirs.weight.data, _ = router_parameters(config)
+    their_ids, their_weights, _ = theirs(hidden)
     ids, weights = route(side, hidden, config)
     actual = dense(ids, weights, config.num_experts)
     expected = dense(their_ids, their_weights.detach(), config.num_experts)
@@ -120,6 +150,8 @@ def test_ties_go_to_the_lowest_id(side: str, data: st.DataObject, name: str) -> 
         max_size=config.num_experts,
     )
     correction = torch.tensor(data.draw(levels))
+    if config.scoring == "softmax":
+        correction = None
     # A router of zeros scores every expert one half: exact sums, many ties.
     hidden, router = randn(1, HIDDEN), torch.zeros(config.num_experts, HIDDEN)
     mask = torch.ones(1, dtype=torch.bool)
@@ -152,18 +184,20 @@ def test_padding_visits_no_expert(side: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ["relu2", "silu", "gelu"])
 def test_experts_equal_the_dense_sum(
-    side: str, activation: str, dtype: torch.dtype
+    side: str, activation: Activation, gated: bool, dtype: torch.dtype
 ) -> None:
     """Visiting chosen experts gives what weighing all of them gives."""
     hidden = randn(12, HIDDEN, dtype=dtype)
-    ids, weights = route(side, hidden, MOE)
-    matrices = expert_parameters(MOE, HIDDEN, dtype)
+    config = replace(MOE, activation=activation, gated=gated)
+    ids, weights = route(side, hidden, config)
+    matrices = expert_parameters(config, HIDDEN, dtype)
     apply = load(side, "moe").apply_experts
-    actual = apply(hidden, ids, weights, *matrices, activation)
+    actual = apply(hidden, ids, weights, *matrices, config)
     exact = oracles.apply_experts(
-        hidden, dense(ids, weights, MOE.num_experts), *matrices, activation
+        hidden, dense(ids, weights, MOE.num_experts), *matrices, config
     )
     assert_budgeted("experts", actual, exact)
 
@@ -177,7 +211,7 @@ def test_experts_equal_transformers(side: str, config: MoeConfig) -> None:
     theirs = NemotronHExperts(published_config(config))
     theirs.up_proj.data, theirs.down_proj.data = up, down
     apply = load(side, "moe").apply_experts
-    actual = apply(hidden, ids, weights, up, down, config.activation)
+    actual = apply(hidden, ids, weights, up, down, config)
     assert_budgeted("experts", actual, theirs(hidden, ids, weights).detach())
 
 
@@ -187,13 +221,13 @@ def test_no_expert_adds_nothing(side: str) -> None:
     hidden[1] = torch.nan
     ids, weights = route(side, hidden, MOE, torch.tensor([True, False, True, False]))
     matrices = expert_parameters(MOE, HIDDEN)
-    outputs = load(side, "moe").apply_experts(hidden, ids, weights, *matrices, "relu2")
+    outputs = load(side, "moe").apply_experts(hidden, ids, weights, *matrices, MOE)
     assert_equal(outputs[1::2], torch.zeros(2, HIDDEN))
     assert outputs[::2].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", [MOE, LATENT_MOE])
+@pytest.mark.parametrize("config", [MOE, LATENT_MOE, SOFTMAX_MOE])
 def test_company_changes_nothing(
     side: str, config: MoeConfig, dtype: torch.dtype
 ) -> None:
@@ -201,11 +235,11 @@ def test_company_changes_nothing(
     apply, hidden = load(side, "moe").apply_experts, randn(17, HIDDEN, dtype=dtype)
     matrices = expert_parameters(config, HIDDEN, dtype)
     ids, weights = route(side, hidden, config)
-    together = apply(hidden, ids, weights, *matrices, config.activation)
+    together = apply(hidden, ids, weights, *matrices, config)
     for token in range(len(hidden)):
         row = at_alignment(hidden[token : token + 1], token)
         row_ids, row_weights = route(side, row, config)
-        alone = apply(row, row_ids, row_weights, *matrices, config.activation)
+        alone = apply(row, row_ids, row_weights, *matrices, config)
         assert_equal(row_ids, ids[token : token + 1])
         assert_consistent(side, "route", weights[token : token + 1], row_weights)
         assert_consistent(side, "experts", together[token : token + 1], alone)
@@ -218,4 +252,4 @@ def test_no_tokens(side: str) -> None:
     assert_equal(ids, torch.zeros(0, MOE.top_k, dtype=torch.int64))
     matrices = expert_parameters(MOE, HIDDEN)
     apply = load(side, "moe").apply_experts
-    assert_equal(apply(nothing, ids, weights, *matrices, "relu2"), nothing)
+    assert_equal(apply(nothing, ids, weights, *matrices, MOE), nothing)
