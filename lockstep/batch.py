@@ -23,21 +23,45 @@ from typing import NamedTuple
 
 from lockstep.plan import BatchShape
 from lockstep.shapes import (
+    BannedIds,
     BlockTables,
     CumulativeLens,
     PerDecode,
     PerPrefill,
     PerRequest,
     PerRow,
+    PerRowReal,
     PerScanChunk,
     PerSnapshot,
-    RowTemperatures,
     ScanInputs,
     StateProjections,
     TimeSteps,
     TokenIds,
     TokenMask,
 )
+
+
+class Draws(NamedTuple):
+    """How the tokens of a step are drawn, an entry for each.
+
+    Attributes:
+        temperatures: Divides the logits; 0 takes the largest. In float32.
+        top_ks: Likeliest tokens to draw from; 0 for all.
+        top_ps: Share of the probability to draw from; 1 for all. In float64, in which
+            the shares are added up.
+        min_ps: Least probability, as a share of the largest; 0 for any. In float64.
+        seeds: Key of the random numbers; read as 64 unsigned bits.
+        positions: Position that the drawn token will have.
+        banned_ids: Tokens that may not be drawn, -1 after the last of each row.
+    """
+
+    temperatures: PerRowReal
+    top_ks: PerRow
+    top_ps: PerRowReal
+    min_ps: PerRowReal
+    seeds: PerRow
+    positions: PerRow
+    banned_ids: BannedIds
 
 
 @dataclass(frozen=True)
@@ -78,9 +102,7 @@ class BatchMetadata:
         logit_index: Tokens whose logits are wanted, in batch order; these are the rows
             of the logits.
         sample_index: Rows of the logits from which a token is drawn.
-        temperatures: Temperature of each draw.
-        seeds: Random seed of each draw.
-        sample_positions: Position of each token to be drawn.
+        draws: How each token is drawn; a padded draw is greedy.
     """
 
     shape: BatchShape
@@ -109,9 +131,7 @@ class BatchMetadata:
     snapshot_scan_chunks: PerSnapshot
     logit_index: PerRow
     sample_index: PerRow
-    temperatures: RowTemperatures
-    seeds: PerRow
-    sample_positions: PerRow
+    draws: Draws
 
     @property
     def num_decode_tokens(self) -> int:

@@ -38,6 +38,7 @@ class SkipLimit(StrEnum):
     NO_STATE = "no_state"
     STATE_DEPTH = "state_depth"
     LAST_TOKEN = "last_token"
+    PROMPT_LOGPROBS = "prompt_logprobs"
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,13 @@ def decide_skip(
     states: Collection[int],
     block_size: int,
     needs_state: bool,
+    first_logits: int | None = None,
 ) -> CacheReport:
     """Decide how many leading tokens need not be computed, and say what set the limit.
 
-    The skip is the largest position that leaves at least one token to compute, whose
-    K/V is all cached and, in a model with state, at which a state is stored.
+    The skip is the largest position that leaves all to compute whose logits are wanted,
+    at least the last token; whose K/V is all cached; and, in a model with state, at
+    which a state is stored.
 
     Args:
         length: Tokens of the prompt.
@@ -71,6 +73,7 @@ def decide_skip(
         states: Positions at or below ``matched_kv`` at which a state is stored.
         block_size: Tokens in a block.
         needs_state: Whether the model has Mamba layers.
+        first_logits: First position after which logits are wanted; None for the last.
 
     >>> decide_skip(40, 32, [16], 16, needs_state=True).num_skipped_tokens
     16
@@ -82,6 +85,15 @@ def decide_skip(
         usable = [min(matched_kv, length - 1)] if matched_kv else []
     skip = max(usable, default=0)
     limit, reason = _explain(length, matched_kv, deepest, skip, block_size)
+    if first_logits is not None and first_logits < skip:
+        within = [p for p in states if p <= first_logits] if needs_state else []
+        possible, skip = skip, max(within, default=0) if needs_state else first_logits
+        limit = SkipLimit.PROMPT_LOGPROBS
+        reason = (
+            f"{possible} of {length} tokens are known, but log-probabilities asked for "
+            f"from position {first_logits + 1} on need the logits after position "
+            f"{first_logits}; the next usable position is {skip}"
+        )
     return CacheReport(
         matched_kv_tokens=matched_kv,
         matched_state_tokens=deepest,

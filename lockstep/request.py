@@ -100,8 +100,10 @@ class SamplingParams:
         """Check what the kinds of the fields alone do not say."""
         if "" in self.stop:
             raise RequestError("stop has an empty text; it must have a character")
-        if self.seed is not None and self.seed > MAX_SEED:
-            raise RequestError(f"seed is {self.seed}; it must lie in [0, 2**63)")
+        for name in ("seed", "top_k"):
+            if (getattr(self, name) or 0) > MAX_SEED:
+                value = getattr(self, name)
+                raise RequestError(f"{name} is {value}; it must lie in [0, 2**63)")
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}; max_tokens is only {self.max_tokens}"

@@ -28,6 +28,8 @@ class StepRecord:
             it computed, ``(tokens, vocab)``; only with ``record_logprobs``.
         reported: Log-probabilities of each token drawn and of the likeliest ones, by
             id, for the requests that asked for them.
+        prompt_reported: The same of prompt tokens, in their order, for each request
+            some of whose were computed and asked for.
         registered_blocks: Hashes of blocks that entered the cache.
         stored_states: Hashes of blocks whose state was stored.
         aborted: Requests that were aborted during the step.
@@ -47,6 +49,9 @@ class StepRecord:
     logprobs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     reported: dict[str, dict[int, float]] = field(
         default_factory=dict[str, dict[int, float]]
+    )
+    prompt_reported: dict[str, list[dict[int, float]]] = field(
+        default_factory=dict[str, list[dict[int, float]]]
     )
     registered_blocks: list[BlockHash] = field(default_factory=list[BlockHash])
     stored_states: list[BlockHash] = field(default_factory=list[BlockHash])

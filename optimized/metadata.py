@@ -7,7 +7,7 @@ long the arrays are: what is longer than its content ends in entries that harm n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,16 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.batch import BatchMetadata
+from lockstep.batch import BatchMetadata, Draws
 from lockstep.config import Sizes
 from lockstep.plan import BatchShape, RowPlan, StepPlan
-from lockstep.request import Request, SamplingParams
+from lockstep.request import Request
 
 _Ints = NDArray[np.int64]
 _Array = NDArray[Any]
 
 #: What numpy calls a dtype, torch's name for it.
-_DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
+_DTYPES = {
+    name: getattr(torch, name) for name in ("int64", "float32", "float64", "bool")
+}
 #: Arrays begin at multiples of the largest item in the common buffer.
 _ALIGNMENT = 8
 
@@ -54,6 +56,9 @@ class MetadataBuilder:
             _Snapshots.of(prefills),
         )
         num_tokens, drawing = int(columns.lens.sum()), np.flatnonzero(columns.samples)
+        drawn_for = [requests[row.request_id] for row in rows if row.samples]
+        banned = [request.banned_token_ids for request in drawn_for]
+        wanted = _wanted_logits(columns, rows, requests, all_logits)
         real = _Extents(
             tokens=num_tokens,
             prefills=len(prefills),
@@ -61,8 +66,9 @@ class MetadataBuilder:
             snapshots=len(snapshots.rows),
             scan_chunks=len(chunks.rows),
             table_blocks=int(columns.table_lens.max(initial=0)),
-            logits=num_tokens if all_logits else len(drawing),
+            logits=len(wanted),
             draws=len(drawing),
+            banned=max(map(len, banned), default=0),
         )
         layout = _Layout(real, self._padded(real), self.sizes)
         tables = self._tables(rows, columns, real.table_blocks)
@@ -73,15 +79,18 @@ class MetadataBuilder:
             **layout.prefills(columns),
             **layout.snapshots(columns, chunks, snapshots),
             **layout.scan_chunks(chunks),
-            **layout.draws(columns, drawing, _sampling(rows, requests), all_logits),
+            **layout.logits(columns, drawing, wanted),
         }
+        draws = layout.draws(columns.ends[drawing], drawn_for, banned)
+        sent = _send({**arrays, **draws}, self.device)
         return BatchMetadata(
             shape=real.shape,
             padded_shape=layout.padded.shape,
             num_snapshots=real.snapshots,
             num_logits=real.logits,
             num_samples=real.draws,
-            **_send(arrays, self.device),
+            **{name: sent[name] for name in arrays},
+            draws=Draws(*(sent[name] for name in draws)),
         )
 
     def _padded(self, real: _Extents) -> _Extents:
@@ -197,6 +206,7 @@ class _Extents(NamedTuple):
     table_blocks: int
     logits: int
     draws: int
+    banned: int
 
     @property
     def shape(self) -> BatchShape:
@@ -308,29 +318,41 @@ class _Layout:
             "last_scan_chunks": _filled(chunks.last, rows, size - 1),
         }
 
-    def draws(
-        self,
-        columns: _Columns,
-        drawing: _Ints,
-        sampling: list[SamplingParams],
-        all_logits: bool,
+    def logits(
+        self, columns: _Columns, drawing: _Ints, wanted: _Ints
     ) -> dict[str, _Array]:
-        """Describe each draw; a padded one is greedy, from the first logits."""
-        size = self.padded.draws
+        """Say where logits are taken; a padded draw takes the first."""
         last_tokens = (np.cumsum(columns.lens) - 1)[drawing]
         # Logits are those of real tokens, packed: only their source is shifted.
-        wanted = np.arange(self.real.tokens) if all_logits else last_tokens
-        source = last_tokens if all_logits else np.arange(len(drawing))
         gap = self.padded.decodes - self.real.decodes
         shifted = wanted + gap * (wanted >= self.real.decodes)
-        temperatures = np.array([s.temperature for s in sampling], np.float32)
-        seeds = np.array([s.seed or 0 for s in sampling], np.int64)
+        source = np.searchsorted(wanted, last_tokens)
         return {
             "logit_index": _filled(shifted, self.padded.logits, 0),
-            "sample_index": _filled(source, size, 0),
-            "temperatures": _filled(temperatures, size, 0),
-            "seeds": _filled(seeds, size, 0),
-            "sample_positions": _filled(columns.ends[drawing], size, 0),
+            "sample_index": _filled(source, self.padded.draws, 0),
+        }
+
+    def draws(
+        self,
+        positions: _Ints,
+        requests: list[Request],
+        banned: list[tuple[int, ...]],
+    ) -> dict[str, _Array]:
+        """Describe each draw, in the order of `Draws`; a padded one is greedy."""
+        size, width = self.padded.draws, self.padded.banned
+        sampling = [request.sampling for request in requests]
+        temperatures = np.array([s.temperature for s in sampling], np.float32)
+        ids = np.full((size, width), -1, np.int64)
+        lens = np.array([len(each) for each in banned] + [0] * (size - len(banned)))
+        ids[np.arange(width) < lens[:, None]] = list(chain.from_iterable(banned))
+        return {
+            "draws.temperatures": _filled(temperatures, size, 0),
+            "draws.top_ks": _filled(_integers(s.top_k for s in sampling), size, 0),
+            "draws.top_ps": _filled(np.array([s.top_p for s in sampling]), size, 1),
+            "draws.min_ps": _filled(np.array([s.min_p for s in sampling]), size, 0),
+            "draws.seeds": _filled(_integers(s.seed for s in sampling), size, 0),
+            "draws.positions": _filled(positions, size, 0),
+            "draws.banned_ids": ids,
         }
 
     def _by_kind(self, values: _Array, size: int, fill: int) -> _Array:
@@ -348,10 +370,27 @@ def _token_ids(
     return np.fromiter(chain.from_iterable(slices), np.int64, count)
 
 
-def _sampling(
-    rows: list[RowPlan], requests: Mapping[str, Request]
-) -> list[SamplingParams]:
-    return [requests[row.request_id].sampling for row in rows if row.samples]
+def _wanted_logits(
+    columns: _Columns,
+    rows: list[RowPlan],
+    requests: Mapping[str, Request],
+    all_logits: bool,
+) -> _Ints:
+    """Mark the tokens whose logits are wanted, then list the marks."""
+    is_wanted = np.full(int(columns.lens.sum()), all_logits)
+    first_tokens = _offsets(columns.lens)[:-1]
+    spans = [requests[row.request_id].prompt_logit_positions for row in rows]
+    first = np.maximum(_integers(span.start for span in spans), columns.starts)
+    behind = np.minimum(_integers(span.stop for span in spans), columns.ends)
+    shifted = first_tokens - columns.starts + first
+    is_wanted[_ramps(shifted, np.maximum(behind - first, 0))] = True
+    is_wanted[(np.cumsum(columns.lens) - 1)[columns.samples.astype(bool)]] = True
+    return np.flatnonzero(is_wanted)
+
+
+def _integers(values: Iterable[int | None]) -> _Ints:
+    """Make an array; None counts as 0."""
+    return np.array([value or 0 for value in values], np.int64)
 
 
 def _filled(values: _Array, size: int, fill: int) -> _Array:

@@ -390,38 +390,41 @@ class Engine:
         rows = [row for row in plan.decode_rows + plan.prefill_rows if row.samples]
         if self.engine_config.record_logprobs:
             record.logprobs = self._split_logprobs(plan, logits)
+        self._report_prompts(plan, logits, record)
         if not rows:
             return
         logits = logits[batch.sample_index]
-        drawn = self.components.sample(
-            logits, batch.temperatures, batch.seeds, batch.sample_positions
-        ).tolist()
+        drawn = self.components.sample(logits, batch.draws).tolist()
         record.host_reads += 1
         for row, token in zip(rows, drawn, strict=True):
             record.tokens[row.request_id] = forced.get(row.request_id, token)
         self._report_logprobs(rows, logits, record)
 
     def _update(self, plan: StepPlan, record: StepRecord) -> None:
-        """Append the tokens and end the requests that are done.
+        """Append what was drawn and reported, and end the requests that are done.
 
         Appending and judging stand together: a failure between two requests leaves none
         with a token too many.
         """
         for row in plan.rows:
-            if not row.samples:
-                continue
             self.scheduler.suspect = request = self._find(row)
-            token = record.tokens[row.request_id]
-            request.token_ids.append(token)
-            request.state = RequestState.DECODE
-            if row.request_id in record.reported:
-                request.logprobs.append(record.reported[row.request_id])
-            request.timings.add_token()
-            if token in request.end_token_ids:
-                record.finished.append(self._finish(request, FinishReason.STOP))
-            elif request.num_generated == request.sampling.max_tokens:
-                record.finished.append(self._finish(request, FinishReason.LENGTH))
+            request.prompt_logprobs += record.prompt_reported.get(row.request_id, [])
+            if row.samples:
+                self._append(request, record)
         self.scheduler.suspect = None
+
+    def _append(self, request: Request, record: StepRecord) -> None:
+        """Append the token drawn for a request, and end it if it is done."""
+        token = record.tokens[request.request_id]
+        request.token_ids.append(token)
+        request.state = RequestState.DECODE
+        if request.request_id in record.reported:
+            request.logprobs.append(record.reported[request.request_id])
+        request.timings.add_token()
+        if token in request.end_token_ids:
+            record.finished.append(self._finish(request, FinishReason.STOP))
+        elif request.num_generated == request.sampling.max_tokens:
+            record.finished.append(self._finish(request, FinishReason.LENGTH))
 
     # What the phases lean on.
 
@@ -472,21 +475,60 @@ class Engine:
         parts = logprobs.split([row.num_tokens for row in rows])
         return {row.request_id: part for row, part in zip(rows, parts, strict=True)}
 
+    def _report_prompts(
+        self, plan: StepPlan, logits: Tensor, record: StepRecord
+    ) -> None:
+        """Note prompt tokens for the requests that asked for them.
+
+        A token's probability follows from the logits after the token before it.
+        """
+        offset = 0
+        for row in plan.decode_rows + plan.prefill_rows:
+            request = self._find(row)
+            positions: Sequence[int] = range(row.start, row.end)
+            if not self.engine_config.record_logprobs:
+                positions = request.logit_positions(row.start, row.end, row.samples)
+            wanted, count = request.prompt_logit_positions, request.sampling
+            found = [
+                self._describe(
+                    logits[offset + index],
+                    request.token_ids[position + 1],
+                    count.prompt_logprobs or 0,
+                )
+                for index, position in enumerate(positions)
+                if position in wanted
+            ]
+            if found:
+                record.prompt_reported[row.request_id] = found
+                record.host_reads += len(found)
+            offset += len(positions)
+
     def _report_logprobs(
         self, rows: list[RowPlan], logits: Tensor, record: StepRecord
     ) -> None:
         """Note the likeliest tokens for the requests that asked for them."""
         for index, row in enumerate(rows):
-            request = self._find(row)
-            if request.sampling.logprobs is None:
+            count = self._find(row).sampling.logprobs
+            if count is None:
                 continue
-            values = self.components.log_probabilities(logits[index : index + 1])[0]
-            best = values.topk(request.sampling.logprobs).indices.tolist()
-            chosen = dict.fromkeys([record.tokens[row.request_id], *best])
-            record.reported[row.request_id] = {
-                key: values[key].item() for key in chosen
-            }
+            token = record.tokens[row.request_id]
+            record.reported[row.request_id] = self._describe(
+                logits[index], token, count
+            )
             record.host_reads += 1
+
+    def _describe(self, logits: Tensor, token: int, count: int) -> dict[int, float]:
+        """Return log-probabilities of a token and the likeliest, ties by lowest id.
+
+        Args:
+            logits: Of one position.
+            token: The token that stands, or will stand, behind it.
+            count: How many of the likeliest.
+        """
+        values = self.components.log_probabilities(logits[None])[0]
+        best = torch.sort(values, descending=True, stable=True).indices[:count]
+        chosen = dict.fromkeys([token, *best.tolist()])
+        return dict(zip(chosen, values[list(chosen)].tolist(), strict=True))
 
     def _recover(self, error: BaseException, record: StepRecord) -> bool:
         """Undo a failed step; end the request at fault, or find out which it is.

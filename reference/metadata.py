@@ -6,13 +6,13 @@ padded count equals the real one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep.batch import BatchMetadata
+from lockstep.batch import BatchMetadata, Draws
 from lockstep.config import Sizes
 from lockstep.plan import RowPlan, StepPlan
 from lockstep.request import Request
@@ -40,23 +40,28 @@ class MetadataBuilder:
             plan: The step's rows.
             requests: The request of every row.
             all_logits: Whether logits are wanted after every token, not only where one
-                is to be drawn.
+                is to be drawn or a prompt's token to be reported.
         """
         rows = plan.decode_rows + plan.prefill_rows
-        num_samples = sum(row.samples for row in rows)
+        wanted = _wanted_logits(rows, requests, all_logits)
+        drawing = [row for row in rows if row.samples]
         return BatchMetadata(
             shape=plan.shape,
             padded_shape=plan.shape,
             num_snapshots=sum(len(row.snapshots) for row in plan.prefill_rows),
-            num_logits=plan.shape.tokens if all_logits else num_samples,
-            num_samples=num_samples,
+            num_logits=len(wanted),
+            num_samples=len(drawing),
             block_tables=self._tables(rows),
             context_lens=self._ints([row.end for row in rows]),
             **self._token_arrays(rows, requests),
             **self._decode_arrays(plan.decode_rows),
             **self._prefill_arrays(plan.prefill_rows),
             **self._snapshot_arrays(plan.prefill_rows),
-            **self._sampling_arrays(rows, requests, all_logits),
+            logit_index=self._ints(wanted),
+            sample_index=self._ints(
+                [wanted.index(token) for token in _last_tokens(rows)]
+            ),
+            draws=self._draws(drawing, [requests[row.request_id] for row in drawing]),
         )
 
     def _token_arrays(
@@ -113,30 +118,31 @@ class MetadataBuilder:
             "snapshot_scan_chunks": self._ints(chunks),
         }
 
-    def _sampling_arrays(
-        self, rows: list[RowPlan], requests: Mapping[str, Request], all_logits: bool
-    ) -> dict[str, Tensor]:
-        """Describe each draw, and say after which tokens logits are wanted."""
-        ends = _offsets(rows)[1:]
-        drawing = [(row, end - 1) for row, end in zip(rows, ends, strict=True)]
-        drawing = [(row, token) for row, token in drawing if row.samples]
-        wanted = list(range(ends[-1])) if all_logits else [t for _, t in drawing]
-        sampling = [requests[row.request_id].sampling for row, _ in drawing]
-        return {
-            "logit_index": self._ints(wanted),
-            "sample_index": self._ints([wanted.index(token) for _, token in drawing]),
-            "temperatures": torch.tensor(
-                [each.temperature for each in sampling],
-                dtype=torch.float32,
-                device=self.device,
+    def _draws(self, rows: list[RowPlan], requests: list[Request]) -> Draws:
+        """Describe each draw: what its request asks for, and what may not come yet."""
+        sampling = [request.sampling for request in requests]
+        banned = [list(request.banned_token_ids) for request in requests]
+        width = max((len(ids) for ids in banned), default=0)
+        filled = [(ids + [-1] * width)[:width] for ids in banned]
+        return Draws(
+            temperatures=self._reals([s.temperature for s in sampling], torch.float32),
+            top_ks=self._ints([s.top_k or 0 for s in sampling]),
+            top_ps=self._reals([s.top_p for s in sampling], torch.float64),
+            min_ps=self._reals([s.min_p for s in sampling], torch.float64),
+            seeds=self._ints([s.seed or 0 for s in sampling]),
+            positions=self._ints([row.end for row in rows]),
+            banned_ids=self._ints([token for ids in filled for token in ids]).view(
+                len(rows), width
             ),
-            "seeds": self._ints([each.seed or 0 for each in sampling]),
-            "sample_positions": self._ints([row.end for row, _ in drawing]),
-        }
+        )
 
     def _ints(self, values: list[int]) -> Tensor:
         """Put integers onto the device."""
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _reals(self, values: list[float], dtype: torch.dtype) -> Tensor:
+        """Put real numbers onto the device."""
+        return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _tables(self, rows: list[RowPlan]) -> Tensor:
         """Lay block tables side by side, dummy block after the last of each."""
@@ -146,6 +152,26 @@ class MetadataBuilder:
         return self._ints([block for table in tables for block in table]).view(
             len(rows), width
         )
+
+
+def _wanted_logits(
+    rows: list[RowPlan], requests: Mapping[str, Request], all_logits: bool
+) -> list[int]:
+    """List the tokens of a batch after which logits are wanted, in their order."""
+    wanted: list[int] = []
+    for row, first in zip(rows, _offsets(rows)[:-1], strict=True):
+        positions: Sequence[int] = range(row.start, row.end)
+        if not all_logits:
+            request = requests[row.request_id]
+            positions = request.logit_positions(row.start, row.end, row.samples)
+        wanted += [first + position - row.start for position in positions]
+    return wanted
+
+
+def _last_tokens(rows: list[RowPlan]) -> list[int]:
+    """List the tokens of a batch after which one is drawn."""
+    ends = _offsets(rows)[1:]
+    return [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
 
 
 class _ScanChunks(NamedTuple):

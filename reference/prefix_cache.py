@@ -98,7 +98,7 @@ class PrefixCache:
             return False
         match = self.match(request)
         length = len(request.token_ids)
-        report = self._report(length, match, skip)
+        report = self._report(request, match, skip)
         start = report.num_skipped_tokens
         source = self._state_slot(request, start)
         missing = num_blocks_for(length, self.sizes.block_size) - len(match.block_ids)
@@ -206,7 +206,9 @@ class PrefixCache:
         self.blocks.reset()
         self.slots.reset()
 
-    def _report(self, length: int, match: Match, forced: int | None) -> CacheReport:
+    def _report(
+        self, request: Request, match: Match, forced: int | None
+    ) -> CacheReport:
         """Decide what to skip, or check what a recorded plan skipped.
 
         A replay may skip less than this cache could, but only to a position from which
@@ -217,17 +219,24 @@ class PrefixCache:
                 limit=SkipLimit.CACHING_OFF, reason="prefix caching is off"
             )
         matched = len(match.block_ids) * self.sizes.block_size
-        states = match.state_positions
+        states, length = match.state_positions, len(request.token_ids)
+        wanted = request.prompt_logit_positions
         report = decide_skip(
-            length, matched, states, self.sizes.block_size, self.needs_state
+            length,
+            matched,
+            states,
+            self.sizes.block_size,
+            self.needs_state,
+            wanted.start if wanted else None,
         )
         if forced is None or forced == report.num_skipped_tokens:
             return report
         possible = forced in states if self.needs_state else forced <= matched
-        if forced and (not possible or forced >= length):
+        last = wanted.start if wanted else length - 1
+        if forced and (not possible or forced > last):
             raise PlanError(
                 f"the plan skips {forced} of {length} tokens; {matched} are cached, "
-                f"with states at {states}"
+                f"with states at {states}, and logits are wanted after token {last}"
             )
         return replace(report, num_skipped_tokens=forced)
 

@@ -1,9 +1,10 @@
-"""Draws of the next token, each a function of logits, seed and position alone.
+"""Draws of the next token, each a function of its own logits and `Draws` alone.
 
-A draw adds Gumbel noise to the scaled logits and takes the largest. The noise of a
-token comes from a counter-based generator, keyed by the request's seed and counting
-(token id, position), so that neither company nor preemption nor the order of draws can
-change a request's tokens.
+Filters first take tokens away: banned ones, then, at the given temperature, all but the
+likeliest by top-k, top-p and min-p, in this order. A draw then adds Gumbel noise to the
+scaled logits and takes the largest. The noise of a token comes from a counter-based
+generator, keyed by the request's seed and counting (token id, position), so that
+neither company nor preemption nor the order of draws can change a request's tokens.
 
 Source: Gumbel 1954 and Maddison et al. 2014, "A* Sampling", arXiv 1411.0030, section 2
 (the Gumbel-max trick); Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2,
@@ -15,7 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.shapes import Logits, PerRow, RowTemperatures
+from lockstep.batch import Draws
+from lockstep.shapes import Logits, PerRow
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -23,32 +25,19 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 
 
-def sample(
-    logits: Logits, temperatures: RowTemperatures, seeds: PerRow, positions: PerRow
-) -> PerRow:
+def sample(logits: Logits, draws: Draws) -> PerRow:
     """Draw one token for each row.
 
     Args:
         logits: Float32 logits; -inf forbids a token.
-        temperatures: Divides the logits; 0 takes the largest logit.
-        seeds: Key of the row's draws; read as 64 unsigned bits.
-        positions: Position that the drawn token will have.
+        draws: How each is drawn.
 
     Returns:
         Token ids. Where values tie, the lowest id is drawn.
     """
-    token_ids = torch.empty_like(positions)
-    rows = zip(
-        logits, temperatures, seeds.tolist(), positions.tolist(), token_ids, strict=True
-    )
-    for row, temperature, seed, position, token_id in rows:
-        values = torch.clone(row)
-        if temperature > 0:
-            # Measured from the largest, so that no temperature is too small to divide
-            # by and the noise keeps its digits where the choice is made.
-            values = (values - values.max()) / temperature
-            values = values + _gumbel_noise(len(row), seed, position, row.device)
-        token_id.copy_(_lowest_argmax(values))
+    token_ids = torch.empty_like(draws.seeds)
+    for row, token_id, *draw in zip(logits, token_ids, *draws, strict=True):
+        token_id.copy_(_draw(row, Draws(*draw)))
     return token_ids
 
 
@@ -62,6 +51,53 @@ def log_probabilities(logits: Logits) -> Logits:
     for row, output in zip(logits, outputs, strict=True):
         output.copy_(torch.log_softmax(row.to(torch.float32, copy=True), dim=0))
     return outputs
+
+
+def _draw(row: Tensor, draw: Draws) -> Tensor:
+    """Draw one token.
+
+    Args:
+        row: Its logits.
+        draw: The entries of this row alone.
+    """
+    values = torch.clone(row)
+    values[draw.banned_ids[draw.banned_ids >= 0]] = -torch.inf
+    if draw.temperatures > 0:
+        # Measured from the largest, so that no temperature is too small to divide by
+        # and the noise keeps its digits where the choice is made.
+        values = (values - values.max()) / draw.temperatures
+        likeliest = _likeliest(values, draw)
+        noise = _gumbel_noise(
+            len(row), int(draw.seeds), int(draw.positions), row.device
+        )
+        noisy = torch.full_like(values, -torch.inf)
+        noisy[likeliest] = values[likeliest] + noise[likeliest]
+        values = noisy
+    return _lowest_argmax(values)
+
+
+def _likeliest(values: Tensor, draw: Draws) -> Tensor:
+    """Return the ids that the filters leave, the likeliest first, ties by lowest id.
+
+    Each filter judges what the one before has left. Shares are added in float64, so
+    that rounding hardly ever decides; where they come to ``top_p`` exactly, that is
+    enough.
+
+    Args:
+        values: Scaled logits of one row, the largest 0.
+        draw: The entries of this row alone.
+    """
+    order = torch.sort(values, descending=True, stable=True).indices
+    if draw.top_ks > 0:
+        order = order[: int(draw.top_ks)]
+    masses = torch.exp(values[order].double())
+    if draw.top_ps < 1:
+        sums = masses.cumsum(0)
+        too_few = sums < draw.top_ps * sums[-1]
+        order = order[: int(too_few.sum()) + 1]
+    if draw.min_ps > 0:
+        order = order[masses[: len(order)] >= draw.min_ps]
+    return order
 
 
 def _lowest_argmax(values: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class User:
         branch: Tokens matched at admission.
         length: Tokens that it had at admission.
         latest: Prefix whose state it stored last while it decoded.
+        unreported: Positions of prompt tokens that are still to be reported.
     """
 
     tokens: list[int]
@@ -49,6 +50,17 @@ class User:
     branch: int = 0
     length: int = 0
     latest: Prefix | None = None
+    unreported: range = range(0)
+
+    @property
+    def most_skipped(self) -> int:
+        """Tokens that may be skipped, so that all is computed that is asked for.
+
+        A token is reported from what follows the token before it.
+        """
+        if not self.unreported:
+            return len(self.tokens) - 1
+        return self.unreported.start - 1
 
 
 @dataclass
@@ -116,9 +128,20 @@ class CacheModel:
 
     # Requests come and go.
 
-    def arrive(self, request_id: str, prompt: Sequence[int]) -> None:
-        """Note a request that enters the queue."""
-        self.queue[request_id] = User(list(prompt))
+    def arrive(
+        self, request_id: str, prompt: Sequence[int], first_reported: int | None = None
+    ) -> None:
+        """Note a request that enters the queue.
+
+        Args:
+            request_id: The request.
+            prompt: Its prompt.
+            first_reported: First prompt token whose log-probability it asks for.
+        """
+        user = self.queue[request_id] = User(list(prompt))
+        if first_reported is not None:
+            # Nothing is before the first token, so nothing can be reported of it.
+            user.unreported = range(max(first_reported, 1), len(prompt))
         self._name(prompt)
 
     def leave(self, request_id: str) -> None:
@@ -141,8 +164,16 @@ class CacheModel:
         ends = range(self.block_size, count * self.block_size + 1, self.block_size)
         return [tuple(tokens[:end]) for end in ends]
 
-    def match(self, tokens: Sequence[int]) -> tuple[int, int, int]:
-        """Return tokens matched in K/V, depth of the deepest state, tokens skipped."""
+    def match(
+        self, tokens: Sequence[int], most: int | None = None
+    ) -> tuple[int, int, int]:
+        """Return tokens matched in K/V, depth of the deepest state, tokens skipped.
+
+        Args:
+            tokens: Prompt and generated tokens.
+            most: Most tokens that may be skipped; all but the last when None.
+        """
+        most = len(tokens) - 1 if most is None else most
         if not self.enabled:
             return 0, 0, 0
         matched: list[Prefix] = []
@@ -152,9 +183,9 @@ class CacheModel:
             matched.append(prefix)
         kv = len(matched) * self.block_size
         if not self.has_states:
-            return kv, kv, min(kv, len(tokens) - 1)
+            return kv, kv, min(kv, most)
         depths = [len(prefix) for prefix in matched if prefix in self.states]
-        skip = max((depth for depth in depths if depth < len(tokens)), default=0)
+        skip = max((depth for depth in depths if depth <= most), default=0)
         return kv, max(depths, default=0), skip
 
     def users_of(self, prefix: Prefix) -> int:
@@ -205,6 +236,10 @@ class CacheModel:
                 self._prefill(row, wishes, expected)
         for row in record.rows:
             self._publish(row, wishes, expected)
+        for row in record.rows:
+            user = self.users[row.request_id]
+            first = max(user.unreported.start, row.end + 1)
+            user.unreported = range(first, user.unreported.stop)
         for request_id, token in record.tokens.items():
             tokens = self.users[request_id].tokens
             tokens.append(token)
@@ -243,7 +278,9 @@ class CacheModel:
         )
         user = self.users.pop(request_id)
         self._let_go(user)
-        self.queue[request_id] = User(user.tokens, latest=user.latest)
+        self.queue[request_id] = User(
+            user.tokens, latest=user.latest, unreported=user.unreported
+        )
         expected.preempted.append(request_id)
 
     def _prefill(self, row: RowPlan, wishes: _Wishes, expected: Expected) -> None:
@@ -255,7 +292,7 @@ class CacheModel:
 
     def _admit(self, row: RowPlan, wishes: _Wishes, expected: Expected) -> None:
         user = self.queue.pop(row.request_id)
-        matched, deepest, skip = self.match(user.tokens)
+        matched, deepest, skip = self.match(user.tokens, user.most_skipped)
         expected.matches[row.request_id] = matched, deepest, skip
         user.length = len(user.tokens)
         user.branch = matched

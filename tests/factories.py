@@ -6,11 +6,12 @@ import importlib
 import math
 from dataclasses import dataclass, field, replace
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.batch import BatchMetadata, ScanTokens
+from lockstep.batch import BatchMetadata, Draws, ScanTokens
 from lockstep.blocks import num_blocks_for
 from lockstep.config import (
     AttentionConfig,
@@ -255,10 +256,32 @@ def make_batch(
         **_scan_chunks(prefills, starts, snapshots, sizes.scan_chunk_size),
         logit_index=everything,
         sample_index=everything,
-        temperatures=torch.zeros(len(tokens)),
-        seeds=torch.zeros_like(everything),
-        sample_positions=_ints(p + 1 for p in positions),
+        draws=make_draws(len(tokens), positions=[p + 1 for p in positions]),
     )
+
+
+def make_draws(count: int, **entries: Any) -> Draws:
+    """Describe draws, greedy ones unless told otherwise; a single value is of all.
+
+    Args:
+        count: How many.
+        entries: Fields of `Draws`; ``banned_ids`` is a list of lists.
+    """
+    banned = entries.pop("banned_ids", None) or [[]] * count
+    width = max(map(len, banned), default=0)
+    filled = [[*ids, *[-1] * (width - len(ids))] for ids in banned]
+    settled: dict[str, Any] = {"top_ps": 1.0} | entries
+    dtypes = {"temperatures": torch.float32, "top_ps": torch.float64}
+    dtypes["min_ps"] = torch.float64
+
+    def column(name: str) -> Tensor:
+        value = settled.get(name, 0)
+        values = value if isinstance(value, list) else [value] * count
+        return torch.tensor(values, dtype=dtypes.get(name, torch.int64))
+
+    columns = [column(name) for name in Draws._fields[:-1]]
+    ids = _ints(token for row in filled for token in row)
+    return Draws(*columns, banned_ids=ids.view(count, width))
 
 
 def _scan_chunks(

@@ -50,6 +50,8 @@ class Slice:
         snapshots: Positions whose state is stored.
         is_resumed: Whether it starts from a stored state.
         sampling: How its token is drawn.
+        ends: Its end-of-sequence tokens.
+        generated: Tokens, of the last ones, that are not of the prompt.
     """
 
     start: int
@@ -59,6 +61,8 @@ class Slice:
     snapshots: list[int] = field(default_factory=list[int])
     is_resumed: bool = False
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(seed=0))
+    ends: tuple[int, ...] = ()
+    generated: int = 0
 
 
 Step = tuple[StepPlan, dict[str, Request]]
@@ -86,7 +90,8 @@ class _Builder:
         tokens = [
             (31 * len(self.requests) + 17 * p) % VOCAB_SIZE for p in range(length)
         ]
-        request = Request(name, tokens, piece.sampling, (), len(self.requests))
+        request = Request(name, tokens, piece.sampling, piece.ends, len(self.requests))
+        request.prompt_token_ids = tokens[: max(1, length - piece.generated)]
         slot = self.live.pop()
         initial = (
             slot if piece.start or kind is RowKind.DECODE else self.sizes.zero_slot
@@ -139,8 +144,18 @@ def boundaries(piece: Slice, sizes: Sizes) -> list[int]:
 @st.composite
 def samplings(draw: st.DrawFn) -> SamplingParams:
     """Draw how a token is drawn."""
-    seeds = st.none() | st.sampled_from([0, 1, 2**63 - 1])
-    return SamplingParams(draw(st.sampled_from([0.0, 0.7, 1.0])), seed=draw(seeds))
+    first = draw(st.none() | st.sampled_from([0, 1, 2, 15, 16, 17, 40]))
+    return SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
+        min_tokens=draw(st.sampled_from([0, 0, 3])),
+        top_k=draw(st.sampled_from([None, 0, 5])),
+        top_p=draw(st.sampled_from([0.3, 0.9, 1.0])),
+        min_p=draw(st.sampled_from([0.0, 0.1])),
+        seed=draw(st.none() | st.sampled_from([0, 1, 2**63 - 1])),
+        stop_token_ids=draw(st.sampled_from([(), (7,), (7, 9, 8)])),
+        prompt_logprobs=None if first is None else 2,
+        prompt_logprobs_from=first or 0,
+    )
 
 
 @st.composite
@@ -152,6 +167,8 @@ def slices(draw: st.DrawFn, sizes: Sizes, is_decode: bool) -> Slice:
     piece = Slice(start, start + length, sampling=draw(samplings()))
     piece.num_shared = draw(st.integers(0, (start + length) // sizes.block_size))
     piece.rest = 0 if is_decode else draw(st.sampled_from([0, 0, 1, 40]))
+    piece.ends = draw(st.sampled_from([(), (3,)]))
+    piece.generated = draw(st.sampled_from([0, 1, 2, 3, 20]))
     piece.is_resumed = not is_decode and start > 0 and draw(st.booleans())
     points = boundaries(piece, sizes)
     if points:
@@ -199,6 +216,7 @@ class Padding:
             table_blocks=real.table_blocks + self.columns,
             logits=max(real.logits, rows),
             draws=rows,
+            banned=real.banned + self.columns,
         )
 
 

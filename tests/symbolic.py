@@ -22,6 +22,8 @@ from lockstep.interfaces import Components
 from lockstep.memory import Caches
 from lockstep.request import SamplingParams
 
+from .factories import make_draws
+
 VOCAB = 13
 #: Small enough that every product below is exact in float64, and the hash in float32.
 MODULUS = 1_048_573
@@ -183,7 +185,8 @@ def serve_alone(
     tokens = list(prompt)
     state, window = np.zeros(2), np.zeros(WINDOW)
     rows: list[Tensor] = []
-    ends = () if sampling.ignore_eos else config.eos_token_ids
+    ends = set(sampling.stop_token_ids)
+    ends.update(() if sampling.ignore_eos else config.eos_token_ids)
     while True:
         position = len(rows)
         if config.num_mamba_layers:
@@ -197,13 +200,18 @@ def serve_alone(
         rows.append(components.log_probabilities(logits)[0])
         if position + 1 < len(tokens):
             continue
-        drawn = components.sample(
-            logits,
-            torch.tensor([sampling.temperature], dtype=torch.float32),
-            torch.tensor([sampling.seed]),
-            torch.tensor([position + 1]),
+        is_short = len(tokens) - len(prompt) < sampling.min_tokens
+        draws = make_draws(
+            1,
+            temperatures=sampling.temperature,
+            top_ks=sampling.top_k or 0,
+            top_ps=sampling.top_p,
+            min_ps=sampling.min_p,
+            seeds=sampling.seed,
+            positions=position + 1,
+            banned_ids=[list(ends) if is_short else []],
         )
-        tokens.append(int(drawn))
+        tokens.append(int(components.sample(logits, draws)))
         generated = tokens[len(prompt) :]
         if tokens[-1] in ends or len(generated) == sampling.max_tokens:
             return generated, torch.stack(rows)

@@ -54,6 +54,7 @@ class Add:
         max_tokens: Most tokens to generate.
         seed: Seed of draws at temperature 1; None for greedy.
         stops: Whether an end-of-sequence token ends it.
+        settings: Further sampling parameters, by name.
     """
 
     path: tuple[int, ...]
@@ -61,6 +62,7 @@ class Add:
     max_tokens: int = 4
     seed: int | None = None
     stops: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,30 @@ _COUNTS = (1, 2, 3, 5, 15, 16, 17, 24, 33)
 _INDEX = st.integers(0, 3)
 
 
+#: Values of further sampling parameters, most of them off; names are fields. Tokens
+#: below the models' vocabularies, a few of which end many requests.
+_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "min_tokens": (0, 0, 1, 2, 4),
+    "top_k": (None, None, 1, 2, 5),
+    "top_p": (1.0, 1.0, 0.2, 0.8),
+    "min_p": (0.0, 0.0, 0.3),
+    "stop_token_ids": ((), (), (3,), (0, 5, 7, 11)),
+    "logprobs": (None, None, 0, 3),
+    "prompt_logprobs": (None, None, 0, 2),
+}
+
+
+@st.composite
+def _settings(draw: st.DrawFn) -> tuple[tuple[str, Any], ...]:
+    """Draw further sampling parameters; whatever they are, they fit each other."""
+    if draw(st.booleans()):
+        return ()
+    found = {name: draw(st.sampled_from(all_)) for name, all_ in _SETTINGS.items()}
+    if found["prompt_logprobs"] is not None:
+        found["prompt_logprobs_from"] = draw(st.sampled_from((0, 1, 2, 16, 17, 30)))
+    return tuple(found.items())
+
+
 @st.composite
 def _adds(draw: st.DrawFn, max_depth: int) -> list[Action]:
     """Draw arrivals: one, or a few whose prompts share a path."""
@@ -165,6 +191,7 @@ def _adds(draw: st.DrawFn, max_depth: int) -> list[Action]:
             max_tokens=draw(st.sampled_from(_COUNTS)),
             seed=draw(st.sampled_from((None, None, 0, 1))),
             stops=draw(st.booleans()),
+            settings=draw(_settings()),
         )
         for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3))))
     ]
@@ -262,7 +289,10 @@ def prompt_of(add: Add, vocab_size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Truth:
-    """A request alone: its tokens, and log-probabilities by position."""
+    """A request alone: its tokens, and log-probabilities by position.
+
+    What is reported to its user follows from these.
+    """
 
     token_ids: list[int]
     logprobs: Tensor
@@ -309,6 +339,19 @@ class Symbols:
             found = symbolic.serve_alone(self.config, self.parts, prompt, sampling)
             self.known[key] = Truth(*found)
         return self.known[key]
+
+
+def reported(logprobs: Tensor, token: int, count: int) -> dict[int, float]:
+    """Say what is reported of a position: a token, and the likeliest, lowest ids first.
+
+    Args:
+        logprobs: Of all tokens.
+        token: The token that stands there.
+        count: How many of the likeliest.
+    """
+    values: list[float] = logprobs.tolist()
+    likeliest = sorted(range(len(values)), key=lambda each: (-values[each], each))
+    return {each: values[each] for each in (token, *likeliest[:count])}
 
 
 # Playing.
@@ -529,13 +572,21 @@ class Player:
             self._reset(action.keep_cache)
 
     def _add_new(self, action: Add) -> None:
+        prompt = prompt_of(action, self.model.config.vocab_size)
+        settings = dict(action.settings)
+        least = min(settings.pop("min_tokens", 0), action.max_tokens)
+        if "prompt_logprobs_from" in settings:
+            first = min(settings["prompt_logprobs_from"], len(prompt) - 1)
+            settings["prompt_logprobs_from"] = first
         sampling = SamplingParams(
             temperature=0.0 if action.seed is None else 1.0,
             max_tokens=action.max_tokens,
+            min_tokens=least,
             ignore_eos=not action.stops,
             seed=action.seed or 0,
+            **settings,
         )
-        self._add(prompt_of(action, self.model.config.vocab_size), sampling)
+        self._add(prompt, sampling)
 
     def _add_turn(self, action: Turn) -> None:
         done = list(self.finished.values())[::-1]
@@ -564,7 +615,9 @@ class Player:
         self.engine.add(prompt, sampling, request_id)
         self.prompts[request_id] = prompt
         self.sampling[request_id] = sampling
-        self.cache.arrive(request_id, prompt)
+        reports = sampling.prompt_logprobs is not None
+        first = sampling.prompt_logprobs_from if reports else None
+        self.cache.arrive(request_id, prompt, first)
         self.watcher.arrive(request_id, prompt)
         self.operations.append(Operation("add", request_id, prompt, sampling))
         return request_id
@@ -712,6 +765,28 @@ class Player:
         assert output.token_ids == truth.token_ids[: len(output.token_ids)]
         if output.finish_reason not in ("abort", "error"):
             assert output.token_ids == truth.token_ids
+        self._check_reports(output, truth)
+
+    def _check_reports(self, output: RequestOutput, truth: Truth) -> None:
+        """Hold what is reported to log-probabilities of the request alone."""
+        sampling, prompt = self.sampling[output.request_id], output.prompt_token_ids
+        first = sampling.prompt_logprobs_from
+        for reports, count, tokens, start in (
+            (output.prompt_logprobs, sampling.prompt_logprobs, prompt[first:], first),
+            (output.logprobs, sampling.logprobs, output.token_ids, len(prompt)),
+        ):
+            assert (reports is None) is (count is None)
+            if reports is None or count is None:
+                continue
+            was_whole = output.finish_reason not in ("abort", "error")
+            assert len(reports) == len(tokens) or not was_whole
+            for index, report in enumerate(reports):
+                before = start + index - 1
+                if before < 0:
+                    assert report is None
+                    continue
+                expected = reported(truth.logprobs[before], tokens[index], count)
+                assert report == expected
 
     def _run_dry(self) -> None:
         """Step until all is done; more steps than tokens to compute mean a livelock."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.batch import BatchMetadata
+from lockstep.batch import BatchMetadata, Draws
 from lockstep.config import Sizes
 from lockstep.plan import StepPlan
 from tests.conftest import SIDES
@@ -34,14 +35,21 @@ SIZES = [make_sizes(16), make_sizes(16, blocks=3), make_sizes(32, blocks=2)]
 CHUNKS = (16, 32, 64, 128, 256)
 
 
+def entries(batch: BatchMetadata) -> dict[str, Any]:
+    """Return all fields by name, those of its draws among them."""
+    found = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    draws: Draws = found.pop("draws")
+    return found | {f"draws.{name}": each for name, each in draws._asdict().items()}
+
+
 def assert_same_batch(actual: BatchMetadata, expected: BatchMetadata) -> None:
     """Compare every field: dtypes, shapes, values."""
-    for field in fields(BatchMetadata):
-        mine, theirs = getattr(actual, field.name), getattr(expected, field.name)
+    others = entries(actual)
+    for name, theirs in entries(expected).items():
         if isinstance(theirs, Tensor):
-            assert_equal(mine, theirs)
+            assert_equal(others[name], theirs)
         else:
-            assert mine == theirs, field.name
+            assert others[name] == theirs, name
 
 
 def assert_twins(sizes: Sizes, step: Step) -> None:
@@ -135,17 +143,18 @@ def test_padding_moves_nothing(data: st.DataObject, padding: Padding) -> None:
     padded = build_padded(sizes, step, padding)
     assert padded.shape == real.shape
     decodes, gap = real.num_decode_tokens, padded.num_decode_tokens
-    for field in fields(BatchMetadata):
-        mine, theirs = getattr(padded, field.name), getattr(real, field.name)
+    longer = entries(padded)
+    for name, theirs in entries(real).items():
+        mine = longer[name]
         if not isinstance(theirs, torch.Tensor):
-            assert field.name == "padded_shape" or mine == theirs
+            assert name == "padded_shape" or mine == theirs
             continue
-        if field.name == "block_tables":
+        if theirs.ndim == 2:
             mine = mine[:, : theirs.shape[1]]
-        if field.name in BY_TOKEN + BY_ROW:
+        if name in BY_TOKEN + BY_ROW:
             assert_equal(mine[:decodes], theirs[:decodes])
             mine, theirs = mine[gap:], theirs[decodes:]
-        if field.name == "logit_index":
+        if name == "logit_index":
             theirs = theirs + (gap - decodes) * (theirs >= decodes)
         assert_equal(mine[: len(theirs)], theirs)
 
@@ -158,6 +167,8 @@ def test_padding_harms_nobody(data: st.DataObject, padding: Padding) -> None:
     real, size = batch.shape, batch.padded_shape
     is_real = batch.token_mask
     assert int(is_real.sum()) == real.tokens
+    assert not batch.draws.temperatures[batch.num_samples :].any()
+    assert (batch.draws.banned_ids[batch.num_samples :] == -1).all()
     dummy_place = sizes.dummy_block * sizes.block_size
     assert (batch.kv_index[~is_real] == dummy_place).all()
     assert (batch.decode_slot_ids[real.decode_requests :] == sizes.dummy_slot).all()

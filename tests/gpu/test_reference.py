@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lockstep.batch import Draws
 from lockstep.config import DTypeName
 from lockstep.plan import RowKind
 from tests.engines import (
@@ -17,7 +18,7 @@ from tests.engines import (
     make_engine,
     serve,
 )
-from tests.factories import model_config
+from tests.factories import make_draws, model_config
 
 pytestmark = pytest.mark.gpu
 
@@ -77,9 +78,16 @@ def test_sampled_tokens_equal_those_drawn_on_the_cpu() -> None:
     vocab, rows = 1000, 64
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(rows, vocab, generator=generator)
-    temperatures = torch.linspace(0.1, 2.0, rows)
-    seeds, positions = torch.arange(rows) * 7919, torch.arange(rows) + 5
-    arguments = (logits, temperatures, seeds, positions)
-    here = sampler.sample(*arguments)
-    there = sampler.sample(*(argument.to(CUDA) for argument in arguments))
+    draws = make_draws(
+        rows,
+        temperatures=torch.linspace(0.1, 2.0, rows).tolist(),
+        seeds=[7919 * row for row in range(rows)],
+        positions=[row + 5 for row in range(rows)],
+        top_ks=[row % 3 * 50 for row in range(rows)],
+        top_ps=[1 - row % 4 / 10 for row in range(rows)],
+        min_ps=[row % 5 / 50 for row in range(rows)],
+        banned_ids=[[row, 999][: row % 3] for row in range(rows)],
+    )
+    here = sampler.sample(logits, Draws(*(array.cpu() for array in draws)))
+    there = sampler.sample(logits.to(CUDA), Draws(*(array.to(CUDA) for array in draws)))
     assert torch.equal(here, there.cpu())

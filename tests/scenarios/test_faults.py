@@ -105,8 +105,8 @@ def parts_for(side: str, phase: str, trigger: Trigger) -> dict[str, Any]:
         windows = (tokens[i : i + 3] for i in range(len(tokens)))
         trigger(MARK in windows)
 
-    def sample(logits: Any, temperatures: Any, seeds: Any, positions: Any) -> None:
-        trigger(BAD_SEED in seeds.tolist())
+    def sample(logits: Any, draws: Any) -> None:
+        trigger(BAD_SEED in draws.seeds.tolist())
 
     methods: dict[str, tuple[str, str, str, Callable[..., None]]] = {
         "plan": ("prefix_cache", "PrefixCache", "admit", of_request),

@@ -104,6 +104,7 @@ from tests.engines import (
     make_engine,
     serve,
 )
+from tests.factories import make_draws
 from tests.scenarios.common import (
     BLOCK,
     ask,
@@ -908,9 +909,8 @@ def test_greedy_and_random_rows_in_one_batch(side: str) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [1.0, 3.0, 3.0, -torch.inf]])
     seen: set[tuple[int, ...]] = set()
     for seed in range(40):
-        drawn = sample(
-            logits, torch.tensor([0.0, 1.0]), torch.tensor([seed] * 2), torch.arange(2)
-        )
+        draws = make_draws(2, temperatures=[0.0, 1.0], seeds=seed, positions=[0, 1])
+        drawn = sample(logits, draws)
         seen.add(tuple(drawn.tolist()))
     assert {greedy_token for greedy_token, _ in seen} == {1}
     assert {token for _, token in seen} == {0, 1, 2}

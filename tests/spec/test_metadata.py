@@ -59,7 +59,7 @@ def test_a_worked_example(side: str) -> None:
     assert batch.snapshot_ends.tolist() == [16, 28, 44]
     assert batch.snapshot_scan_chunks.tolist() == [0, 2, 3]
     assert batch.logit_index.tolist() == [0, 46]
-    assert batch.sample_positions.tolist() == [32, 66]
+    assert batch.draws.positions.tolist() == [32, 66]
     (stored,) = plan.rows[0].snapshots
     assert batch.decode_snapshot_slot_ids.tolist() == [stored.slot_id]
 
@@ -179,12 +179,33 @@ def test_states_are_known_where_they_are_stored(
         assert ends[chunk] == int(batch.snapshot_ends[index])
 
 
+def reports_next(token: Token) -> bool:
+    """Tell whether the prompt token behind this one is to be reported."""
+    sampling, behind = token.request.sampling, token.position + 1
+    return (
+        sampling.prompt_logprobs is not None
+        and sampling.prompt_logprobs_from <= behind
+        and behind < len(token.request.prompt_token_ids)
+    )
+
+
+def banned_for(token: Token) -> list[int]:
+    """List the tokens that end a request which is still too short to end."""
+    request = token.request
+    generated = len(request.token_ids) - len(request.prompt_token_ids)
+    ends = [*request.eos_token_ids, *request.sampling.stop_token_ids]
+    return ends if generated < request.sampling.min_tokens else []
+
+
 @pytest.mark.parametrize("all_logits", [False, True])
 @given(data=st.data())
 def test_draws_follow_the_last_tokens(
     side: str, all_logits: bool, data: st.DataObject
 ) -> None:
-    """Rows that reach their end draw, from the logits of that token; no others do."""
+    """Rows that reach their end draw, from the logits of that token; no others do.
+
+    Logits of a prompt's other tokens are wanted where the next one is to be reported.
+    """
     sizes = SIZES[0]
     step = data.draw(steps(sizes))
     batch, tokens = build(side, sizes, step, all_logits), tokens_of(step)
@@ -193,15 +214,25 @@ def test_draws_follow_the_last_tokens(
         for index, token in enumerate(tokens)
         if token.row.samples and token.position == token.row.end - 1
     ]
-    wanted = list(range(len(tokens))) if all_logits else drawing
+    wanted = [
+        index
+        for index, token in enumerate(tokens)
+        if all_logits or index in drawing or reports_next(token)
+    ]
     assert batch.logit_index.tolist() == wanted
     assert batch.logit_index[batch.sample_index].tolist() == drawing
     positions = [tokens[index].position + 1 for index in drawing]
-    assert batch.sample_positions.tolist() == positions
-    sampling = [tokens[index].request.sampling for index in drawing]
-    assert batch.seeds.tolist() == [each.seed or 0 for each in sampling]
+    draws, drawn = batch.draws, [tokens[index] for index in drawing]
+    assert draws.positions.tolist() == positions
+    sampling = [token.request.sampling for token in drawn]
+    assert draws.seeds.tolist() == [each.seed or 0 for each in sampling]
+    assert draws.top_ks.tolist() == [each.top_k or 0 for each in sampling]
+    assert draws.top_ps.tolist() == [each.top_p for each in sampling]
+    assert draws.min_ps.tolist() == [each.min_p for each in sampling]
     temperatures = torch.tensor([each.temperature for each in sampling])
-    assert torch.equal(batch.temperatures, temperatures)
+    assert torch.equal(draws.temperatures, temperatures)
+    for token, ids in zip(drawn, draws.banned_ids.tolist(), strict=True):
+        assert [each for each in ids if each != -1] == banned_for(token)
 
 
 @pytest.mark.parametrize("seed", [None, 0, 2**63 - 1])
@@ -209,7 +240,7 @@ def test_seeds_of_any_size(side: str, seed: int | None) -> None:
     """The largest seed arrives whole."""
     row = Slice(0, 3, sampling=SamplingParams(seed=seed))
     batch = build(side, SIZES[0], make_step(SIZES[0], [], [row]), all_logits=False)
-    assert batch.seeds.tolist() == [seed or 0]
+    assert batch.draws.seeds.tolist() == [seed or 0]
 
 
 def test_a_step_of_one_kind(side: str) -> None:

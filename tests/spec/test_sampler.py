@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests import oracles
-from tests.factories import at_alignment, load, randn
+from tests.factories import at_alignment, load, make_draws, randn
 from tests.tolerances import (
     SIGNIFICANCE,
     assert_budgeted,
@@ -45,23 +46,17 @@ def draw(
     temperature: float | list[float] = 1.0,
     seeds: int | list[int] = 0,
     positions: int | list[int] = 0,
+    **filters: Any,
 ) -> list[int]:
     """Draw one token a row; single values hold for every row."""
-    count = len(logits)
-    temperatures, seed_list, position_list = (
-        value if isinstance(value, list) else [value] * count
-        for value in (temperature, seeds, positions)
+    draws = make_draws(
+        len(logits),
+        temperatures=temperature,
+        seeds=seeds,
+        positions=positions,
+        **filters,
     )
-    return (
-        load(side, "sampler")
-        .sample(
-            logits,
-            torch.tensor(temperatures, dtype=torch.float32),
-            torch.tensor(seed_list, dtype=torch.int64),
-            torch.tensor(position_list, dtype=torch.int64),
-        )
-        .tolist()
-    )
+    return load(side, "sampler").sample(logits, draws).tolist()
 
 
 def expected_draw(logits: Tensor, temperature: float, seed: int, position: int) -> int:
