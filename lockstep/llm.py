@@ -1,11 +1,11 @@
-"""The front door: a model, its tokenizer and an engine behind ``generate``."""
+"""The front door: a model, its tokenizer and an engine, to generate and to stream."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -19,12 +19,17 @@ from lockstep.errors import CheckpointError, ConfigError, RequestError
 from lockstep.families import read_config_files, read_model_config
 from lockstep.memory import describe, idle_features, plan_memory, torch_dtype
 from lockstep.parameters import make_parameters
-from lockstep.request import RequestOutput, SamplingParams
+from lockstep.request import FinishReason, RequestOutput, SamplingParams
+from lockstep.stream import Reply, StreamDelta
 from lockstep.tokenizer import Tokenizer
 from lockstep.weights import Checkpoint, RandomWeights
 
-#: Text, or token ids.
-Prompt = str | Sequence[int]
+#: Messages of a conversation, each with ``role`` and ``content``.
+Messages = Sequence[Mapping[str, str]]
+#: Text, token ids, or messages.
+Prompt = str | Sequence[int] | Messages
+#: For all prompts, or one for each.
+Sampling = SamplingParams | Sequence[SamplingParams] | None
 
 #: The checkpoint that comes with the package, under the name that users give.
 DEMO = "demo"
@@ -76,13 +81,13 @@ class LLM:
         engine_config = engine_options(config or EngineConfig(), options)
         folder = None
         if not isinstance(model, ModelConfig):
-            folder = _find_folder(model)
+            folder = find_folder(model)
             model = read_model_config(read_config_files(folder))
         if folder and weights:
             raise ConfigError("random weights go with a config, not with a checkpoint")
         self.model_config, self.verbose = model, verbose
-        self.device = _find_device(device)
-        self.dtype = _find_dtype(dtype, model, self.device)
+        self.device = find_device(device)
+        self.dtype = find_dtype(dtype, model, self.device)
         where = self.dtype, self.device
         self.sizes = plan_memory(model, engine_config, self.device, self.dtype)
         if verbose:
@@ -97,6 +102,7 @@ class LLM:
         parameters = make_parameters(model, *where, source.fill, progress)
         parts = model, engine_config, self.sizes, parameters, self.device
         self.engine: Any = build_engine(*parts, backend, components)
+        self._replies: dict[str, Reply] = {}
 
     @classmethod
     def from_config(
@@ -132,14 +138,13 @@ class LLM:
         return self._tokenizer
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None
     ) -> list[RequestOutput]:
         """Continue prompts.
 
         Args:
-            prompts: One prompt or several; a prompt is text or a list of token ids.
+            prompts: One prompt or several; a prompt is text, a list of token ids, or
+                the messages of a conversation.
             sampling_params: For all prompts, or one for each.
 
         Returns:
@@ -150,25 +155,63 @@ class LLM:
             RequestError: Some prompts cannot be served. All are checked before any is
                 started, and every fault is listed.
         """
-        prompts = _as_list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        checked = self._check(prompts, sampling_params)
-        ids: list[str] = [self.engine.add(*request) for request in checked]
-        outputs: dict[str, RequestOutput] = {}
-        try:
-            for output in self._show("generating", self._run(set(ids)), len(ids)):
-                outputs[output.request_id] = output
-        except BaseException:
-            for request_id in set(ids) - set(outputs):
-                self.engine.abort(request_id)
-            raise
-        return [outputs[request_id] for request_id in ids]
+        checked = self._check(_as_list(prompts), sampling_params)
+        outputs: dict[int, RequestOutput] = {}
+        with closing(self._stream(checked)) as deltas:
+            last = ((delta.index, delta.output) for delta in deltas if delta.output)
+            outputs.update(self._show("generating", last, len(checked)))
+        return [outputs[index] for index in range(len(checked))]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None
+    ) -> Generator[StreamDelta, None, None]:
+        """Continue prompts and give out what comes when it comes, as it comes.
+
+        The requests start with the first delta asked for. Closing the iterator aborts
+        those that are not done; any number may be open side by side.
+
+        Args:
+            prompts: As of `generate`.
+            sampling_params: As of `generate`.
+
+        Raises:
+            RequestError: As of `generate`, before anything starts.
+        """
+        return self._stream(self._check(_as_list(prompts), sampling_params))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Sampling = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation or several; errors are those of `generate`.
+
+        The text of every message is tokenized; `lockstep.chat.Chat` keeps the ids of
+        earlier turns instead, so that their replies are reused whatever they hold.
+
+        Args:
+            messages: Each with ``role`` and ``content``.
+            sampling_params: For all conversations, or one for each.
+        """
+        prompts = _as_list(messages)
+        if not all(map(_is_conversation, prompts)):
+            raise RequestError("chat takes messages, each with role and content")
+        return self.generate(prompts, sampling_params)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request, whose stream ends too; an unknown one is ignored.
+
+        Returns:
+            What it gave so far, if it was in flight.
+        """
+        return self._end(request_id, FinishReason.ABORT)
 
     def _check(
-        self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]
+        self, prompts: Sequence[Prompt], sampling: Sampling
     ) -> list[tuple[list[int], SamplingParams]]:
         """Turn prompts into token ids and let the engine judge each."""
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * len(prompts)
         if len(sampling) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts came with {len(sampling)} sampling parameters"
@@ -179,6 +222,8 @@ class LLM:
             try:
                 token_ids = self._token_ids(prompt)
                 self.engine.check(token_ids, params)
+                if params.stop and self._tokenizer is None:
+                    raise RequestError("stop strings need a tokenizer; there is none")
                 checked.append((token_ids, params))
             except RequestError as error:
                 faults.append(f"prompt {index}: {error}")
@@ -186,23 +231,73 @@ class LLM:
             raise RequestError("\n".join(faults))
         return checked
 
-    def _token_ids(self, prompt: object) -> list[int]:
+    def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
+        if _is_conversation(prompt):
+            return self.tokenizer.apply_chat_template(prompt)
         if not isinstance(prompt, Sequence):
             kind = type(prompt).__name__
-            raise RequestError(f"a prompt is text or a list of token ids, not {kind}")
+            raise RequestError(
+                f"a prompt is text, a list of token ids or messages, not {kind}"
+            )
         return list(prompt)
 
-    def _run(self, pending: set[str]) -> Iterator[RequestOutput]:
-        """Step the engine and give out the pending requests as they finish."""
-        tokenizer = self._tokenizer
-        while pending:
-            for output in self.engine.step().finished:
-                if output.request_id in pending:
-                    pending.remove(output.request_id)
-                    text = tokenizer.decode(output.token_ids) if tokenizer else ""
-                    yield replace(output, text=text)
+    def _stream(
+        self, checked: Sequence[tuple[list[int], SamplingParams]]
+    ) -> Generator[StreamDelta, None, None]:
+        """Run requests to their end; the engine steps while nothing lies ready."""
+        mine: list[Reply] = []
+        try:
+            for index, (token_ids, params) in enumerate(checked):
+                name = self.engine.add(token_ids, params)
+                reply = Reply(index, name, params.stop, self._tokenizer)
+                self._replies[name] = reply
+                mine.append(reply)
+            waiting = mine
+            while waiting:
+                if not any(reply.deltas for reply in waiting):
+                    self._step()
+                for reply in waiting:
+                    while reply.deltas:
+                        yield reply.deltas.popleft()
+                waiting = [each for each in waiting if each.deltas or not each.output]
+        finally:
+            for reply in mine:
+                self.abort(reply.request_id)
+                self._replies.pop(reply.request_id, None)
+
+    def _step(self) -> None:
+        """Step the engine and hand out what came, to whichever stream it belongs."""
+        if not self.engine.has_work:
+            raise RequestError("the engine was emptied while a stream was open")
+        record = self.engine.step()
+        finished = {output.request_id: output for output in record.finished}
+        for name in {**record.tokens, **finished}:
+            if name not in self._replies:
+                continue
+            reply = self._replies[name]
+            if output := finished.get(name):
+                self._close(output)
+                continue
+            request = self.engine.scheduler.find(name)
+            logprobs = None if request.sampling.logprobs is None else request.logprobs
+            reply.take(request.token_ids[len(request.prompt_token_ids) :], logprobs)
+            if reply.has_stopped:
+                self._end(name, FinishReason.STOP)
+
+    def _end(self, request_id: str, reason: FinishReason) -> RequestOutput | None:
+        """End a request early."""
+        output = self.engine.abort(request_id, reason)
+        return self._close(output) if output else None
+
+    def _close(self, output: RequestOutput) -> RequestOutput:
+        """Give a request's last tokens and its output to its stream, if it has one."""
+        reply = self._replies.pop(output.request_id, None)
+        if reply is None:
+            return output
+        reply.take(output.token_ids, output.logprobs, output)
+        return reply.output or output
 
     def _show(self, what: str, items: Iterable[Any], total: int = 0) -> Iterable[Any]:
         """Show a progress bar where somebody watches; 0 asks the items how many."""
@@ -218,10 +313,18 @@ class LLM:
 def _as_list(prompts: Any) -> list[Prompt]:
     """Tell one prompt from several."""
     is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
-    return [prompts] if is_one else list(prompts)
+    return [prompts] if is_one or _is_conversation(prompts) else list(prompts)
 
 
-def _find_folder(model: str | PathLike[str]) -> Path:
+def _is_conversation(prompt: Any) -> bool:
+    """Tell messages from other prompts."""
+    return bool(prompt and isinstance(prompt, list | tuple)) and all(
+        isinstance(message, Mapping) for message in prompt
+    )
+
+
+def find_folder(model: str | PathLike[str]) -> Path:
+    """Find a checkpoint's folder by path, or by the demo's name."""
     folder = DEMO_FOLDER if model == DEMO else Path(model)
     if not folder.is_dir():
         raise CheckpointError(
@@ -231,7 +334,8 @@ def _find_folder(model: str | PathLike[str]) -> Path:
     return folder
 
 
-def _find_device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """Find a device by name; ``auto`` is a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -243,7 +347,8 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-def _find_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+def find_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """Find a dtype by name; ``auto`` is the model's on a GPU, float32 on a CPU."""
     if name not in DTYPES:
         raise ConfigError(f"dtype is {name!r}; known are {', '.join(DTYPES)}")
     if name == "auto":

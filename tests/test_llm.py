@@ -107,6 +107,174 @@ def test_an_interruption_aborts_what_was_started(
     assert len(llm.generate([1, 2, 3], GREEDY)[0].token_ids) == GREEDY.max_tokens
 
 
+def scripted(text: str, **options: Any) -> tuple[LLM, SamplingParams]:
+    """A demo model that says a text, whatever it is asked; give it one prompt.
+
+    Returns:
+        The model, and parameters that let it say all of it.
+    """
+    llm = LLM("demo", device="cpu", config=SMALL, verbose=False)
+    script = llm.tokenizer.encode(text, add_special_tokens=False)
+    step = llm.engine.step
+
+    def forced() -> Any:
+        requests = [*llm.engine.scheduler.running, *llm.engine.scheduler.waiting]
+        said = {r.request_id: script[r.num_generated] for r in requests}
+        return step(tokens=said)
+
+    llm.engine.step = forced
+    settings: dict[str, Any] = {"temperature": 0.0, "max_tokens": len(script)}
+    return llm, SamplingParams(**(settings | options))
+
+
+def test_deltas_join_to_the_output() -> None:
+    """Text, tokens and log-probabilities of all deltas are those of the output."""
+    llm = demo()
+    sampling = replace(GREEDY, logprobs=2)
+    deltas = list(llm.stream("The rest is silence.", sampling))
+    *others, last = deltas
+    assert last.output is not None
+    assert all(delta.output is None for delta in others)
+    assert "".join(delta.text for delta in deltas) == last.output.text
+    assert [t for delta in deltas for t in delta.token_ids] == last.output.token_ids
+    values = [value for delta in deltas for value in delta.logprobs or ()]
+    assert values == last.output.logprobs
+    assert len(values) == GREEDY.max_tokens
+    assert {delta.request_id for delta in deltas} == {last.output.request_id}
+    (whole,) = llm.generate("The rest is silence.", sampling)
+    assert (whole.text, whole.token_ids) == (last.output.text, last.output.token_ids)
+
+
+def test_prompts_stream_side_by_side() -> None:
+    """Deltas of several prompts alternate, and say whose they are."""
+    llm = demo()
+    deltas = list(llm.stream(["To be", "or not to be"], GREEDY))
+    order = [delta.index for delta in deltas]
+    assert order[:4] == [0, 1, 0, 1]
+    for index, output in enumerate(llm.generate(["To be", "or not to be"], GREEDY)):
+        mine = [delta for delta in deltas if delta.index == index]
+        assert "".join(delta.text for delta in mine) == output.text
+        assert mine[-1].output is not None
+
+
+def test_streams_may_be_open_side_by_side() -> None:
+    """A step serves all; a call in the middle of a stream takes nothing from it."""
+    llm = demo()
+    alone = [llm.generate(prompt, GREEDY)[0].text for prompt in ("To be", "My lord")]
+    first, second = llm.stream("To be", GREEDY), llm.stream("My lord", GREEDY)
+    texts = [next(first).text, next(second).text]
+    assert llm.generate("Words, words", GREEDY)[0].text
+    texts[1] += "".join(delta.text for delta in second)
+    texts[0] += "".join(delta.text for delta in first)
+    assert texts == alone
+    assert not llm.engine.has_work
+
+
+def test_closing_a_stream_aborts_what_is_left() -> None:
+    """Also one that never began; the engine holds nothing afterwards."""
+    llm = random_model()
+    deltas = llm.stream([[1, 2, 3], [4, 5]], GREEDY)
+    next(deltas)
+    assert llm.engine.has_work
+    deltas.close()
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
+    llm.stream([1, 2], GREEDY).close()
+    assert not llm.engine.has_work
+
+
+def test_abort_ends_one_stream() -> None:
+    """The stream ends with what there is; the others go on."""
+    llm = demo()
+    deltas = llm.stream(["To be", "My lord"], GREEDY)
+    first = next(deltas)
+    aborted = llm.abort(first.request_id)
+    assert aborted is not None
+    assert (aborted.finish_reason, aborted.text) == ("abort", first.text)
+    outputs = {d.index: d.output for d in deltas if d.output is not None}
+    assert outputs[0] == aborted
+    assert outputs[1].finish_reason == "length"
+    assert llm.abort(first.request_id) is None
+
+
+def test_a_stream_whose_engine_was_emptied_says_so() -> None:
+    """It does not wait for what will never come."""
+    llm = demo()
+    deltas = llm.stream("To be", GREEDY)
+    next(deltas)
+    llm.engine.reset()
+    with pytest.raises(RequestError, match="engine was emptied"):
+        next(deltas)
+
+
+def test_stream_checks_before_anything_starts() -> None:
+    """The call itself raises, not the first delta."""
+    with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
+        demo().stream(["fine", []], GREEDY)
+
+
+SPEECH = "One two three. Four five six."
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("two three. F", "One "),
+        (["six", "three"], "One two "),
+        ("e two", "On"),
+        (["seven"], SPEECH),
+        (".", "One two three"),
+    ],
+)
+def test_stop_strings_end_a_text(stop: Any, text: str) -> None:
+    """At once, wherever in a token they end; token ids stay as they were drawn."""
+    llm, sampling = scripted(SPEECH, stop=stop)
+    deltas = list(llm.stream([1, 2, 3], sampling))
+    output = deltas[-1].output
+    assert output is not None
+    assert "".join(delta.text for delta in deltas) == output.text == text
+    said = llm.tokenizer.decode(output.token_ids)
+    shorter = llm.tokenizer.decode(output.token_ids[:-1])
+    assert SPEECH.startswith(said)
+    stops = [stop] if isinstance(stop, str) else stop
+    found = [each for each in stops if each in said]
+    assert output.finish_reason == ("stop" if found else "length")
+    assert not [each for each in found if each in shorter]
+
+
+def test_stop_strings_and_least_tokens() -> None:
+    """`min_tokens` holds back end ids; a stop string ends a text at any length."""
+    llm, sampling = scripted(SPEECH, stop="two", min_tokens=8)
+    (output,) = llm.generate([1, 2, 3], sampling)
+    assert (output.text, output.finish_reason) == ("One ", "stop")
+    assert len(output.token_ids) < 8
+
+
+def test_a_stop_string_in_the_last_token() -> None:
+    """It counts, though the request has reached its length as well."""
+    llm, sampling = scripted("One two three", stop="three")
+    (output,) = llm.generate([1, 2, 3], sampling)
+    assert (output.text, output.finish_reason) == ("One two ", "stop")
+
+
+def test_messages_are_prompts_too() -> None:
+    """One conversation or several, among other prompts; chat takes nothing else."""
+    llm = demo()
+    messages = [{"role": "user", "content": "Who's there?"}]
+    ids = llm.tokenizer.apply_chat_template(messages)
+    (output,) = llm.generate(messages, GREEDY)
+    assert output.prompt_token_ids == ids
+    outputs = llm.generate([messages, "To be", ids], GREEDY)
+    assert [o.token_ids for o in outputs[::2]] == [output.token_ids] * 2
+    assert llm.chat(messages, GREEDY)[0].token_ids == output.token_ids
+    assert len(llm.chat([messages, messages], GREEDY)) == 2
+    text: Any = "Who's there?"
+    with pytest.raises(RequestError, match="chat takes messages"):
+        llm.chat(text, GREEDY)
+    with pytest.raises(RequestError, match="prompt 0: these messages cannot be used"):
+        llm.chat([{"role": "assistant"}], GREEDY)
+
+
 def test_a_model_without_tokenizer_serves_ids_alone(tmp_path: Path) -> None:
     """Text in or out is one clear error."""
     llm = LLM(save(tmp_path, {}), device="cpu", config=SMALL, verbose=False)
@@ -117,6 +285,10 @@ def test_a_model_without_tokenizer_serves_ids_alone(tmp_path: Path) -> None:
         llm.generate("To be", GREEDY)
     with pytest.raises(RequestError, match="no tokenizer"):
         llm.tokenizer.decode(output.token_ids)
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        llm.generate([1, 2, 3], replace(GREEDY, stop="To be"))
+    (delta, *_) = llm.stream([1, 2, 3], GREEDY)
+    assert (delta.text, len(delta.token_ids)) == ("", 1)
 
 
 def test_random_weights() -> None:
