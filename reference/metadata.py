@@ -140,7 +140,7 @@ class MetadataBuilder:
         """Put integers onto the device."""
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    def _reals(self, values: list[float], dtype: torch.dtype) -> Tensor:
+    def _reals(self, values: list[int | float], dtype: torch.dtype) -> Tensor:
         """Put real numbers onto the device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
