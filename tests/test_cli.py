@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import io
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+from rich.console import Console
 
-from lockstep import LLM, SamplingParams, cli
-from lockstep.blocks import align_down
+from lockstep import EngineConfig, SamplingParams, __version__, cli
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command line from the checkout, in an ordinary terminal's width."""
     environment = {**os.environ, "COLUMNS": "80", "LINES": "24", "NO_COLOR": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, input=stdin
     )
 
 
@@ -34,7 +40,9 @@ def test_help_is_quick() -> None:
     assert run("-c", code).returncode == 0
     shown = run("-m", "lockstep", "--help")
     assert shown.returncode == 0
-    assert "demo" in shown.stdout
+    for command in ("demo", "generate", "chat", "info"):
+        assert re.search(rf"^│ {command} ", shown.stdout, re.M)
+    assert "--version" in shown.stdout
 
 
 def test_the_first_screen() -> None:
@@ -56,25 +64,6 @@ def test_the_first_screen() -> None:
     assert lines[-1].startswith("Next: lockstep demo ")
 
 
-@pytest.mark.parametrize("max_tokens", [1, 20, 200])
-def test_the_second_turn_computes_little(max_tokens: int) -> None:
-    """At most a block and the new tokens, whether the reply was cut or ended itself."""
-    llm = LLM("demo", device="cpu", verbose=False)
-    messages = [{"role": "user", "name": cli.SPEAKER, "content": cli.LINES[0]}]
-    prompt = cli.extend_history(llm.tokenizer, [], messages)
-    assert prompt == llm.tokenizer.apply_chat_template(messages)
-    sampling = SamplingParams(temperature=0.7, max_tokens=max_tokens, seed=3)
-    (first,) = llm.generate(prompt, sampling)
-    messages.append({"role": "assistant", "content": first.text})
-    messages.append({"role": "user", "name": cli.SPEAKER, "content": cli.LINES[1]})
-    history = prompt + first.token_ids
-    prompt = cli.extend_history(llm.tokenizer, history, messages)
-    assert prompt[: len(history)] == history
-    assert prompt.count(llm.model_config.eos_token_ids[0]) == 3
-    (second,) = llm.generate(prompt, sampling)
-    assert second.cache.num_skipped_tokens == align_down(len(history) - 1, 16)
-
-
 def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """Run the command line within this process; return its exit status."""
     monkeypatch.setattr(sys, "argv", ["lockstep", *arguments])
@@ -83,27 +72,231 @@ def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(caught.value.code or 0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--device", "tpu9"), "error: device is 'tpu9'"),
-        (("--backend", "fast"), "error: backend is 'fast'"),
-        (("--backend", "optimized"), "error: the optimized backend has no engine yet"),
-        (("--max-tokens", "0"), "error: max_tokens is 0"),
-        (("--max-tokens", "9999"), "error: prompt 0: a prompt of"),
-        (("--seed", "-1"), "error: seed is -1"),
-    ],
-)
+GREEDY = ("--temperature", "0", "--max-tokens", "6")
+DEMO = ("--device", "cpu", *GREEDY)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "info"])
+def test_help_fits_a_terminal(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each option of a command is there in full, in a line's width."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    assert main(monkeypatch, command, "--help") == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    names = [*cli.ENGINE_FLAGS] if command == "info" else [*cli.HELP]
+    for name in names:
+        flag = name.replace("_", "-")
+        assert re.search(rf"--(no-)?{flag} ", text), name
+
+
+def test_every_sampling_parameter_has_a_flag() -> None:
+    """Names and defaults are those of the classes; only the length differs."""
+    groups: list[tuple[type, Literal["sampling", "engine"]]]
+    groups = [(SamplingParams, "sampling"), (EngineConfig, "engine")]
+    for kind, group in groups:
+
+        @cli.takes(group)
+        def command(**_: Any) -> None: ...
+
+        given = inspect.signature(command).parameters
+        names = {entry.name for entry in dataclasses.fields(kind)}
+        found = {name.removeprefix("no_") for name in given}
+        assert found == (names if group == "sampling" else {*cli.ENGINE_FLAGS})
+        chosen = {name: each.default for name, each in given.items()}
+        changed: dict[str, Any] = {}
+        if group == "sampling":
+            changed["max_tokens"] = cli.MAX_TOKENS
+        assert kind(**cli.pick(kind, chosen)) == kind(**changed)
+
+
+def test_options_reach_their_class() -> None:
+    """Lists, switches and values of every type."""
+    chosen: dict[str, Any] = {"stop": ["a", "b"], "stop_token_ids": []}
+    chosen |= {"top_k": 3, "ignore_eos": True}
+    params = SamplingParams(**cli.pick(SamplingParams, chosen))
+    assert (params.stop, params.stop_token_ids) == (("a", "b"), ())
+    assert (params.top_k, params.ignore_eos) == (3, True)
+    assert cli.pick(EngineConfig, {"no_prefix_caching": True, "num_blocks": None}) == {
+        "prefix_caching": False
+    }
+    named = ["scan-chunk-size=32", "eviction=ref_zero", "debug=integrity,poison"]
+    assert cli.read_options([*named, "max_length=None", "snapshot_fraction=0.25"]) == {
+        "scan_chunk_size": 32,
+        "eviction": "ref_zero",
+        "debug": ("integrity", "poison"),
+        "max_length": None,
+        "snapshot_fraction": 0.25,
+    }
+
+
+def test_generate_from_stdin() -> None:
+    """The text alone is on stdout; the memory plan and a summary are on stderr."""
+    shown = run("-m", "lockstep", "generate", *DEMO, stdin="To be, or not\n")
+    assert shown.returncode == 0, shown.stderr
+    again = run("-m", "lockstep", "generate", *DEMO, "-q", "demo", "To be, or not")
+    assert (again.stdout, again.stderr) == (shown.stdout, "")
+    assert shown.stdout.strip()
+    assert "state slots" in shown.stderr
+    last = shown.stderr.splitlines()[-1]
+    assert re.fullmatch(
+        r"6 tokens \(length\), \d+ a second; prompt: \d tokens computed, 0 reused", last
+    )
+
+
+def test_generate_many_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A line for each prompt, in order, with all that its output holds."""
+    file = tmp_path / "prompts.jsonl"
+    chat = [{"role": "user", "content": "Who's there?"}]
+    file.write_text("\n".join(map(json.dumps, ["To be", [1, 2, 3], chat])))
+    options = ("--json", "-q", "--logprobs", "2", "--file", str(file), *DEMO)
+    assert main(monkeypatch, "generate", *options, "demo", "My lord") == 0
+    outputs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(outputs) == 4
+    assert outputs[2]["prompt_token_ids"] == [1, 2, 3]
+    for output in outputs:
+        assert len(output["token_ids"]) == len(output["logprobs"])
+        assert output["cache"]["reason"]
+        assert set(output["timings"]) == {"queue", "first_token", "per_token"}
+        assert output["finish_reason"] in ("stop", "length")
+
+
+def test_generate_many_as_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each text stands under its prompt; blank lines of a file are no prompts."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("To be\n\nMy lord\n")
+    assert main(monkeypatch, "generate", *DEMO, "--file", str(file)) == 0
+    out, err = capsys.readouterr()
+    assert [line for line in out.splitlines() if line[:1] == ">"] == [
+        "> To be",
+        "> My lord",
+    ]
+    assert re.search(r"^2 prompts, \d+ tokens generated$", err, re.M)
+
+
+def test_a_conversation_from_stdin() -> None:
+    """Replies are on stdout; reuse is told turn by turn; commands are obeyed."""
+    lines = "Who's there?\n\n/help\nIndeed?\n/reset\nWho's there?\n/exit\nmore\n"
+    shown = run("-m", "lockstep", "chat", *DEMO, stdin=lines)
+    assert shown.returncode == 0, shown.stderr
+    assert len(shown.stdout.splitlines()) >= 3
+    reuse = re.findall(r"^(\d+) tokens? computed, (\d+) reused", shown.stderr, re.M)
+    assert len(reuse) == 3
+    assert [int(reused) for _, reused in reuse][0] == 0
+    assert int(reuse[1][1]) >= 16
+    assert "/help is no command" in shown.stderr
+    assert "the conversation starts over" in shown.stderr
+    first, *_, last = shown.stdout.splitlines()
+    assert first == last
+
+
+def test_info(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layers, parameters and memory; the parts come to the whole."""
+    options = ("--device", "cpu", "--dtype", "bfloat16", "--num-blocks", "9")
+    assert main(monkeypatch, "info", *options, "--json") == 0
+    about = json.loads(capsys.readouterr().out)
+    layers = about["layers"].values()
+    assert sum(each["parameters"] for each in layers) == about["parameters"]
+    assert sum(each["layers"] for each in layers) == len(about["layer_pattern"])
+    assert about["weight_bytes"] >= 2 * about["parameters"]
+    assert (about["dtype"], about["sizes"]["num_blocks"]) == ("bfloat16", 9)
+    assert main(monkeypatch, "info", *options) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^M +Mamba-2 +5 +[\d,]+ +\d+%$", text, re.M)
+    assert f"{about['parameters']:,}" in text
+    assert "K/V blocks   9 x 16 tokens" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is that of the package."""
+    assert main(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"lockstep {__version__}\n"
+
+
+def test_lines_break_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal; elsewhere a text stays as it is."""
+    pieces = ["It w", "as a\ntru", "th univers", "ally known,", " in a way"]
+
+    def write() -> str:
+        writer = cli.Writer()
+        for piece in pieces:
+            writer.write(piece)
+        writer.flush()
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(cli, "console", Console(width=12))
+    assert write() == "".join(pieces)
+    monkeypatch.setattr(cli, "console", Console(width=12, force_terminal=True))
+    lines = write().split("\n")
+    assert lines == ["It was a", "truth ", "universally", "known, in a", "way"]
+
+
+def test_ctrl_c_ends_at_once() -> None:
+    """Exit status 130, no traceback."""
+    command = [sys.executable, "-m", "lockstep", "generate", "--max-tokens", "4000"]
+    with subprocess.Popen(
+        [*command, "--ignore-eos", "--device", "cpu", "demo", "To be"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == cli.INTERRUPTED
+    assert "Traceback" not in err
+
+
+ERRORS = {
+    "demo --device tpu9": "device is 'tpu9'",
+    "demo --backend fast": "backend is 'fast'",
+    "demo --backend optimized": "the optimized backend has no engine yet",
+    "demo --max-tokens 0": "max_tokens is 0",
+    "demo --max-tokens 9999": "prompt 0: a prompt of",
+    "demo --seed -1": "seed is -1",
+    "generate": "there is no prompt; give one after MODEL",
+    "generate no/folder Hello": "'no/folder' is not a folder",
+    "generate demo Hello --temperature -1": "temperature is -1",
+    "generate demo Hello --top-p 0": "top_p is 0",
+    "generate demo Hello --block-size 17": "block_size 17 is not a multiple",
+    "generate demo Hello --option fast=1": "unknown option 'fast'; known are",
+    "generate demo Hello --option fast": "--option is 'fast'; it must be NAME=VALUE",
+    "generate demo Hello --stop-token-ids 9999": "prompt 0: stop_token_ids [9999]",
+    "generate --file no/file": "no/file cannot be read",
+    "chat no/folder": "'no/folder' is not a folder",
+    "info no/folder": "'no/folder' is not a folder",
+    "info --dtype int4": "dtype is 'int4'",
+}
+
+
+@pytest.mark.parametrize("line", ERRORS)
 def test_errors_are_one_line(
-    arguments: tuple[str, ...],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What a user can get wrong gives one line and exit status 2."""
-    assert main(monkeypatch, "demo", *arguments) == cli.USER_ERROR
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    command, *arguments = line.split()
+    quiet = ["--quiet"] if command in ("generate", "chat") else []
+    assert main(monkeypatch, command, *quiet, *arguments) == cli.USER_ERROR
     out, err = capsys.readouterr()
-    assert err.startswith(message)
+    assert err.startswith(f"error: {ERRORS[line]}")
     assert len(err.splitlines()) == 1
     assert "Prompt" not in out
 
