@@ -69,7 +69,7 @@ def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     """Say on what, with what and when the figures were taken."""
     revision = ["git", "rev-parse", "HEAD"]
     found = subprocess.run(revision, capture_output=True, text=True, check=False)
-    name = platform.processor() or platform.machine()
+    name = _cpu_name()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return {
@@ -108,6 +108,14 @@ def main(
     Console().print_json(text)
     if output is not None:
         output.write_text(text + "\n", encoding="utf-8")
+
+
+def _cpu_name() -> str:
+    """Name the processor, as well as the system can say."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _bytes(tensor: torch.Tensor) -> int:
