@@ -60,7 +60,7 @@ class Reply:
         self.output: RequestOutput | None = None
         self._decoder = IncrementalDecoder(tokenizer) if tokenizer else None
         self._finder = StopFinder(stop)
-        self._text = ""
+        self._text = self._unsent = ""
         self._count = 0
 
     @property
@@ -76,6 +76,8 @@ class Reply:
     ) -> None:
         """Take what the request has generated and make a delta of what is new.
 
+        Where the text has come to a stop string, that waits for the output.
+
         Args:
             token_ids: All generated tokens.
             logprobs: Of all of them; None unless asked for.
@@ -85,6 +87,9 @@ class Reply:
         text = self._decoder.push(new, is_last) if self._decoder else ""
         text = self._finder.push(text, is_last)
         self._text += text
+        self._unsent += text
+        if output is None and self.has_stopped:
+            return
         if output is not None:
             is_cut = self.has_stopped and output.finish_reason is FinishReason.LENGTH
             reason = FinishReason.STOP if is_cut else output.finish_reason
@@ -92,7 +97,7 @@ class Reply:
             self.output = output
         if new or output:
             values = None if logprobs is None else list(logprobs[self._count :])
-            self.deltas.append(
-                StreamDelta(self.index, self.request_id, text, new, values, output)
-            )
+            place = self.index, self.request_id
+            self.deltas.append(StreamDelta(*place, self._unsent, new, values, output))
+            self._unsent = ""
         self._count += len(new)

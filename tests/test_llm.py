@@ -16,6 +16,7 @@ from lockstep import LLM, EngineConfig, RandomWeights, SamplingParams
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, RequestError
 from tests.checkpoints import BASE, MOE, save
 from tests.engines import WITNESS
+from tests.scripted import scripted
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 FIELDS: dict[str, Any] = {"model_type": "nemotron_h", **BASE, **MOE}
@@ -105,26 +106,6 @@ def test_an_interruption_aborts_what_was_started(
     llm.engine.check_integrity()
     monkeypatch.undo()
     assert len(llm.generate([1, 2, 3], GREEDY)[0].token_ids) == GREEDY.max_tokens
-
-
-def scripted(text: str, **options: Any) -> tuple[LLM, SamplingParams]:
-    """A demo model that says a text, whatever it is asked; give it one prompt.
-
-    Returns:
-        The model, and parameters that let it say all of it.
-    """
-    llm = LLM("demo", device="cpu", config=SMALL, verbose=False)
-    script = llm.tokenizer.encode(text, add_special_tokens=False)
-    step = llm.engine.step
-
-    def forced() -> Any:
-        requests = [*llm.engine.scheduler.running, *llm.engine.scheduler.waiting]
-        said = {r.request_id: script[r.num_generated] for r in requests}
-        return step(tokens=said)
-
-    llm.engine.step = forced
-    settings: dict[str, Any] = {"temperature": 0.0, "max_tokens": len(script)}
-    return llm, SamplingParams(**(settings | options))
 
 
 def test_deltas_join_to_the_output() -> None:
