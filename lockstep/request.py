@@ -84,7 +84,7 @@ class SamplingParams:
         for name, low, high in _REALS:
             _check_real(name, getattr(self, name), low, high)
         if not self.top_p:
-            raise RequestError("top_p is 0; it must be more, since something must stay")
+            raise RequestError(f"top_p is {self.top_p}; it must be more than 0")
         for name, least in _INTEGERS.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:

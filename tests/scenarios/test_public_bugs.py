@@ -70,6 +70,9 @@ test_impossible_limits_are_refused                     vllm#43532, vllm-ascend#8
 test_ignoring_the_end_token_ignores_that_alone         vllm#4589, vllm#28185
 test_greedy_and_random_rows_in_one_batch               vllm#22180, vllm#22261,
                                                        vllm#5404, FreeToken#471
+test_greedy_with_filters_is_greedy                     Megatron-Bridge#5759,
+                                                       nano-vllm#249
+test_top_k_keeps_exactly_k                             Megatron-LM (torch sampler)
 test_an_unset_seed_is_fresh_and_a_set_one_holds        mini-sglang (commit 690f55a)
 test_eviction_counts_whole_blocks                      mini-sglang (commit dae78f6)
 test_times_of_a_request_without_tokens                 Megatron-LM#4645
@@ -454,13 +457,22 @@ def test_a_full_hit_computes_at_least_a_token(
 
 
 def test_skipped_positions_have_no_log_probabilities(side: str) -> None:
-    """What was not computed is not reported; what was is true."""
+    """What was not computed is not reported; what was is true.
+
+    Log-probabilities of the prompt, asked for, are computed and not made up.
+    """
     engine = make_engine(MODEL, side)
     ask(engine, text(40))
     outputs, run = serve_equal(engine, [branch(text(32), 45, seed=1)], FOUR)
     positions = run.logprobs[outputs[0].request_id]
     assert sorted(positions) == list(range(32, 48))
     assert all(bool(torch.isfinite(values).all()) for values in positions.values())
+    asked = greedy(4, prompt_logprobs=2)
+    fresh = make_engine(MODEL, side)
+    warm, cold = (serve(each, [text(40)], asked)[0][0] for each in (engine, fresh))
+    assert warm.prompt_logprobs == cold.prompt_logprobs
+    assert warm.cache.matched_kv_tokens == 32 and not warm.cache.num_skipped_tokens
+    assert warm.cache.limit is SkipLimit.PROMPT_LOGPROBS
 
 
 def test_a_slot_freed_mid_restore_serves_the_next(side: str) -> None:
@@ -888,7 +900,10 @@ def test_impossible_limits_are_refused(side: str, value: Any) -> None:
 
 
 def test_ignoring_the_end_token_ignores_that_alone(side: str) -> None:
-    """The end token stops one request and not the other; the length stops both."""
+    """The end token stops one request and not the other; the length stops both.
+
+    Stop tokens end either, and count as tokens drawn just as the end token does.
+    """
     plain = ask(make_engine(MODEL, side), text(10), greedy(8))
     end = plain.token_ids[2]
     model = tiny("M*", eos_token_ids=(end, 59))
@@ -900,6 +915,15 @@ def test_ignoring_the_end_token_ignores_that_alone(side: str) -> None:
     assert (stopped.finish_reason, going.finish_reason) == ("stop", "length")
     assert stopped.token_ids == plain.token_ids[:first]
     assert going.token_ids == plain.token_ids
+    later = next(
+        i for i in range(first, 8) if plain.token_ids[i] not in plain.token_ids[:i]
+    )
+    stops = [plain.token_ids[later]]
+    for ignores, length in ((False, first), (True, later + 1)):
+        sampling = greedy(8, ignore_eos=ignores, stop_token_ids=stops)
+        (output,), _ = serve(engine, [text(10)], sampling)
+        assert output.token_ids == plain.token_ids[:length]
+        assert output.finish_reason == "stop"
     assert_nothing_held(engine)
 
 
@@ -915,13 +939,29 @@ def test_greedy_and_random_rows_in_one_batch(side: str) -> None:
     assert {greedy_token for greedy_token, _ in seen} == {1}
     assert {token for _, token in seen} == {0, 1, 2}
     engine = make_engine(MODEL, side)
-    random = greedy(6, temperature=1.0, seed=3)
+    random = greedy(6, temperature=1.0, seed=3, top_k=9, top_p=0.8, min_p=0.01)
     sampling = {
         engine.add(text(10, seed=1), greedy(6)): greedy(6),
         engine.add(text(11, seed=2), random): random,
     }
     run = drain_equal(engine, sampling)
     assert all(record.shape.decode_requests in (0, 2) for record in run.records)
+
+
+def test_greedy_with_filters_is_greedy(side: str) -> None:
+    """Temperature 0 goes with any filter, and none of them changes a token."""
+    plain = ask(make_engine(MODEL, side), text(10), greedy(8))
+    for options in ({"top_p": 0.9}, {"top_k": 1}, {"min_p": 1.0, "top_k": 7}):
+        filtered = ask(make_engine(MODEL, side), text(10), greedy(8, **options))
+        assert filtered.token_ids == plain.token_ids
+    assert SamplingParams(temperature=0, top_p=0.9).temperature == 0
+
+
+def test_top_k_keeps_exactly_k(side: str) -> None:
+    """Of three equal logits two stay, those with the lowest ids."""
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0]]).expand(60, -1)
+    draws = make_draws(60, temperatures=1.0, positions=list(range(60)), top_ks=2)
+    assert set(part(side, "sample")(logits, draws).tolist()) == {1, 3}
 
 
 def test_an_unset_seed_is_fresh_and_a_set_one_holds(side: str) -> None:

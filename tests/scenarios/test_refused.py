@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import LLM, EngineConfig, SamplingParams
+from lockstep import LLM, EngineConfig
 from lockstep.config import NOT_OFFERED, engine_options
 from lockstep.errors import (
     ConfigError,
     PlanError,
-    RequestError,
     UnsupportedModelError,
 )
 from lockstep.families import read_model_config
@@ -180,55 +179,6 @@ def test_memory_in_which_nothing_fits_is_refused() -> None:
     """The message says what takes how much, and what to change."""
     with pytest.raises(ConfigError, match="no K/V block.* fits.*lower max_requests"):
         settle(memory_fraction=1e-6)
-
-
-# Requests.
-
-BAD_REQUESTS: dict[str, tuple[list[Any], SamplingParams, str]] = {
-    "empty": ([], FOUR, "the prompt is empty"),
-    "beyond the vocabulary": ([1, 61], FOUR, r"\[61\] .* \[0, 61\)"),
-    "negative": ([-1, 3], FOUR, r"\[-1\]"),
-    "truth values": ([True, 2], FOUR, r"\[True\]"),
-    "too long": (text(64), greedy(1), "64 tokens .* 65; max_length is 64"),
-    "too much to come": (text(10), greedy(55), "10 tokens .*=55 come to 65"),
-    "beyond the pool": (text(40), greedy(10), "49 tokens need 4 blocks of 16.* has 3"),
-    "too many likeliest": ([1], greedy(1, logprobs=62), "logprobs is 62; .* has 61"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_REQUESTS)
-def test_a_bad_request_is_refused_with_value_and_limit(side: str, case: str) -> None:
-    """At the door, with nobody else disturbed."""
-    prompt, sampling, message = BAD_REQUESTS[case]
-    engine = make_engine(MODEL, side, max_length=64, num_blocks=3)
-    other = engine.add(text(10), FOUR)
-    run = Run()
-    run.note(engine.step())
-    with pytest.raises(RequestError, match=message):
-        engine.add(prompt, sampling)
-    drain_equal(engine, FOUR, run)
-    assert list(run.outputs) == [other]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": -0.1},
-        {"temperature": math.nan},
-        {"temperature": math.inf},
-        {"seed": -1},
-        {"seed": 2**63},
-        {"seed": 1.5},
-        {"logprobs": -1},
-        {"logprobs": True},
-        {"max_tokens": 0},
-    ],
-)
-def test_bad_sampling_is_refused(options: dict[str, Any]) -> None:
-    """The message names the field and its value."""
-    (name, value) = next(iter(options.items()))
-    with pytest.raises(RequestError, match=f"{name} is {value}".replace("+", r"\+")):
-        SamplingParams(**options)
 
 
 # Plans that cannot be replayed.

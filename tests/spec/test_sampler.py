@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -156,10 +156,25 @@ def test_company_changes_nothing(side: str, order: list[int]) -> None:
     logits = randn(6, VOCAB)
     temperatures, seeds = [0.0, 1.0, 0.3, 0.0, 5.0, 1.0], [0, 1, 2**62, 3, 1, 1]
     positions = [4, 5, 6, 2**33, 5, 6]
+    filters: dict[str, list[Any]] = {
+        "top_ks": [0, 3, 0, 1, 7, 0],
+        "top_ps": [1.0, 0.5, 0.9, 0.1, 1.0, 0.3],
+        "min_ps": [0.0, 0.0, 0.2, 0.5, 0.0, 0.1],
+        "banned_ids": [[], [3, 4, 5], [], [1], [0, 36], []],
+    }
+
+    def entries(rows: list[int]) -> dict[str, Any]:
+        return {name: [values[i] for i in rows] for name, values in filters.items()}
+
     alone = [
-        draw(side, logits[i : i + 1].clone(), temperatures[i], seeds[i], positions[i])[
-            0
-        ]
+        draw(
+            side,
+            logits[i : i + 1].clone(),
+            temperatures[i],
+            seeds[i],
+            positions[i],
+            **entries([i]),
+        )[0]
         for i in range(6)
     ]
     together = draw(
@@ -168,6 +183,7 @@ def test_company_changes_nothing(side: str, order: list[int]) -> None:
         [temperatures[i] for i in order],
         [seeds[i] for i in order],
         [positions[i] for i in order],
+        **entries(order),
     )
     assert together == [alone[i] for i in order]
 
@@ -212,3 +228,168 @@ def test_no_rows(side: str) -> None:
     nothing = torch.zeros(0, VOCAB)
     assert draw(side, nothing) == []
     assert_equal(load(side, "sampler").log_probabilities(nothing), nothing)
+
+
+# Filters.
+
+#: Few values, so that many logits are equal.
+FEW_LOGITS = st.lists(
+    st.sampled_from([-math.inf, -2.0, -0.5, 0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=7
+)
+
+
+def allowed_tokens(
+    logits: list[float],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    banned: list[int],
+) -> set[int]:
+    """Say by definition which tokens may be drawn."""
+    best = max((v for i, v in enumerate(logits) if i not in banned), default=0.0)
+    weights = {
+        token: math.exp((logit - best) / temperature)
+        for token, logit in enumerate(logits)
+        if token not in banned
+    }
+    order = sorted(weights, key=lambda token: (-weights[token], token))
+    if top_k:
+        order = order[:top_k]
+    total = math.fsum(weights[token] for token in order)
+    if top_p < 1:
+        for count in range(1, len(order) + 1):
+            mass = math.fsum(weights[token] for token in order[:count])
+            # Where rounding decides, the definition does not say.
+            assume(abs(mass - top_p * total) > 1e-5 * total)
+            if mass >= top_p * total:
+                order = order[:count]
+                break
+    largest = max(weights[token] for token in order)
+    assume(all(abs(weights[t] - min_p * largest) > 1e-5 for t in order))
+    return {token for token in order if weights[token] >= min_p * largest}
+
+
+@given(
+    logits=FEW_LOGITS,
+    temperature=st.sampled_from([0.25, 1.0, 4.0]),
+    top_k=st.integers(0, 8),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.just(0.0) | st.floats(0.0, 1.0),
+    banned=st.lists(st.integers(0, 6), unique=True, max_size=4),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_filters_equal_their_definition(
+    side: str,
+    logits: list[float],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    banned: list[int],
+    seed: int,
+) -> None:
+    """A draw is the noisy maximum over exactly the tokens that the filters leave."""
+    banned = [token for token in banned if token < len(logits)]
+    free = [v for token, v in enumerate(logits) if token not in banned]
+    assume(any(value > -math.inf for value in free))
+    allowed = allowed_tokens(logits, temperature, top_k, top_p, min_p, banned)
+    masked = [v if t in allowed else -math.inf for t, v in enumerate(logits)]
+    rows = torch.tensor([logits] * 12)
+    drawn = draw(
+        side,
+        rows,
+        temperature,
+        seed,
+        positions=list(range(12)),
+        top_ks=top_k,
+        top_ps=top_p,
+        min_ps=min_p,
+        banned_ids=[banned] * 12,
+    )
+    assert drawn == [
+        expected_draw(torch.tensor(masked), temperature, seed, position)
+        for position in range(12)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("filters", "left"),
+    [
+        ({"top_ks": 3}, 3),
+        ({"top_ps": 0.7}, 3),
+        ({"min_ps": 0.3}, 4),
+        ({"top_ks": 5, "top_ps": 0.9}, 4),
+        ({"top_ks": 5, "top_ps": 0.95, "min_ps": 0.3}, 4),
+        ({"banned_ids": [[0, 2]] * DRAWS}, 6),
+    ],
+)
+def test_filtered_draws_follow_the_filtered_softmax(
+    side: str, filters: dict[str, Any], left: int
+) -> None:
+    """Counts pass a chi-square test over what is left; nothing else comes."""
+    probabilities = torch.tensor([0.3, 0.25, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02])
+    banned: list[int] = filters.get("banned_ids", [[]])[0]
+    kept = [token for token in range(8) if token not in banned][:left]
+    tokens = draw(
+        side,
+        probabilities.log().expand(DRAWS, -1),
+        seeds=99,
+        positions=list(range(DRAWS)),
+        **filters,
+    )
+    counts = torch.bincount(torch.tensor(tokens), minlength=8).double()
+    assert counts[kept].sum() == DRAWS
+    share = probabilities[kept] / probabilities[kept].sum()
+    assert chi_square_tail(counts[kept], share) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize(
+    ("filters", "left"),
+    [
+        *(({"top_ks": k}, k) for k in (1, 2, 3, 9)),
+        *(({"top_ps": p / 10}, p) for p in (1, 3, 7, 9)),
+        ({"top_ps": 0.31}, 4),
+        ({"top_ps": 1e-9}, 1),
+        ({"top_ks": 10}, 10),
+        ({"top_ks": 2**63 - 1}, 10),
+        ({"min_ps": 1.0}, 10),
+        ({"top_ks": 4, "top_ps": 0.5}, 2),
+    ],
+)
+def test_of_equals_the_lowest_ids_stay(
+    side: str, filters: dict[str, Any], left: int
+) -> None:
+    """Ten equal tokens: exactly as many stay as asked for, from the lowest id on."""
+    tokens = draw(
+        side, torch.zeros(200, 10), 1.0, 5, positions=list(range(200)), **filters
+    )
+    assert set(tokens) == set(range(left))
+
+
+def test_greedy_ignores_filters_but_not_bans(side: str) -> None:
+    """At temperature 0 the largest logit wins, of those that may come."""
+    logits = randn(1, VOCAB)
+    order = torch.sort(logits[0], descending=True).indices.tolist()
+    strict: dict[str, Any] = {"top_ks": 3, "top_ps": 0.1, "min_ps": 0.9}
+    assert draw(side, logits, 0.0, **strict) == order[:1]
+    banned: dict[str, Any] = {"banned_ids": [order[:5]]}
+    assert draw(side, logits, 0.0, **strict, **banned) == order[5:6]
+    for seed in range(30):
+        drawn = draw(side, logits, 1.0, seed, top_ks=2, **banned)
+        assert drawn[0] in order[5:7]
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-6, 1.0, 1e38])
+@pytest.mark.parametrize("filters", [{"top_ks": 2}, {"top_ps": 0.5}, {"min_ps": 0.5}])
+def test_extreme_rows_pass_the_filters(
+    side: str, temperature: float, filters: dict[str, Any]
+) -> None:
+    """Forbidden tokens are not let in; a wholly forbidden row is safe."""
+    logits = torch.full((3, VOCAB), -torch.inf)
+    logits[0, 5] = 3.0
+    logits[1, [7, 9]] = torch.tensor([1e38, -1e38])
+    tokens = draw(side, logits, temperature, positions=[1, 2, 3], **filters)
+    assert tokens[0] == 5
+    assert tokens[1] in ((7,) if temperature < 1e30 else (7, 9))
+    assert 0 <= tokens[2] < VOCAB
