@@ -72,10 +72,7 @@ def plan_memory(
     block_size, scan_chunk = settle_block_size(model, engine)
     max_length = engine.max_length or model.max_positions
     check_at_most("max_length", max_length, model.max_positions, "positions")
-    kv, conv, ssm = _shapes(model, block_size)
-    kv_size, ssm_size = (each.itemsize for each in _dtypes(engine, dtype))
-    per_block = math.prod(kv) * kv_size
-    per_slot = math.prod(conv) * kv_size + math.prod(ssm) * ssm_size
+    per_block, per_slot = _bytes_each(model, engine, block_size, dtype)
     weights, workspace = num_weight_bytes(model, dtype), _workspace_bytes(model, engine)
     live = (engine.max_requests + 2) * per_slot
     limit = _memory_limit(engine, device, weights + workspace)
@@ -89,7 +86,9 @@ def plan_memory(
         # Without a cache to fill, more than every request at full length is no use.
         most = 2 * engine.max_requests * num_blocks_for(max_length, block_size)
         left = pools - snapshots * per_slot
-        blocks = min(left // per_block - 1, most) if per_block else most
+        # Those of a model without attention take no memory.
+        fitting = left // per_block - 1 if per_block else most
+        blocks = min(fitting, most) if left >= 0 else 0
     if blocks < 1:
         raise ConfigError(
             f"no K/V block of {_human(per_block)} fits: of {_human(limit)}, weights "
@@ -152,13 +151,23 @@ def describe(
 ) -> str:
     """Say in a few lines what the model is, where it runs and what fits."""
     millions = num_parameters(model) / 1e6
+    blocks = (
+        f"{sizes.num_blocks} x {sizes.block_size} tokens, "
+        f"{_human(sizes.bytes_per_block)} each"
+    )
+    slots = (
+        f"{sizes.max_requests} live + {sizes.snapshot_slots} snapshots + 2 reserved, "
+        f"{_human(sizes.bytes_per_slot)} each"
+    )
+    if not model.num_attention_layers:
+        blocks = f"no memory: no attention; prefixes of {sizes.block_size} tokens"
+    if not model.num_mamba_layers:
+        slots = "no memory: no Mamba layers"
     return (
         f"{model.family} {model.layer_pattern}, {millions:,.1f}M parameters, "
         f"{str(dtype).removeprefix('torch.')} on {device}\n"
-        f"K/V blocks   {sizes.num_blocks} x {sizes.block_size} tokens, "
-        f"{_human(sizes.bytes_per_block)} each\n"
-        f"state slots  {sizes.max_requests} live + {sizes.snapshot_slots} snapshots "
-        f"+ 2 reserved, {_human(sizes.bytes_per_slot)} each\n"
+        f"K/V blocks   {blocks}\n"
+        f"state slots  {slots}\n"
         f"a request    up to {sizes.max_length} tokens; {sizes.max_tokens_per_step} "
         "tokens a step"
     )
@@ -172,7 +181,12 @@ def idle_features(model: ModelConfig, engine: EngineConfig, sizes: Sizes) -> str
             f"shorter than the longest request ({sizes.max_length}): nothing can be "
             "matched; lower block_size"
         )
-    if engine.prefix_caching and model.mamba and not sizes.snapshot_slots:
+    if engine.snapshot_slots and not model.num_mamba_layers:
+        return (
+            f"there are {engine.snapshot_slots} snapshot slots, but the model has no "
+            "Mamba layers, so no state to keep; leave snapshot_slots unset"
+        )
+    if engine.prefix_caching and model.num_mamba_layers and not sizes.snapshot_slots:
         return (
             "prefix caching is on, but there are no snapshot slots: K/V memory is "
             "shared and no token is ever skipped; raise snapshot_slots"
@@ -188,6 +202,15 @@ def _shapes(model: ModelConfig, block_size: int) -> tuple[tuple[int, ...], ...]:
     ssm = (mamba.num_heads, mamba.head_dim, mamba.state_size) if mamba else (0, 0, 0)
     blocks = (2, model.num_attention_layers, block_size, *kv)
     return blocks, (model.num_mamba_layers, *conv), (model.num_mamba_layers, *ssm)
+
+
+def _bytes_each(
+    model: ModelConfig, engine: EngineConfig, block_size: int, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Count the bytes of one K/V block and of one state slot."""
+    kv, conv, ssm = map(math.prod, _shapes(model, block_size))
+    kv_size, ssm_size = (each.itemsize for each in _dtypes(engine, dtype))
+    return kv * kv_size, conv * kv_size + ssm * ssm_size
 
 
 def _dtypes(engine: EngineConfig, own: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

@@ -17,6 +17,7 @@ from lockstep.errors import CheckpointError
 from lockstep.families import read_config_files, read_model_config
 from lockstep.parameters import (
     MambaParameters,
+    MlpParameters,
     MoeParameters,
     ParameterKind,
     Parameters,
@@ -143,6 +144,69 @@ def test_damaged_shards(tmp_path: Path) -> None:
     index.write_text("{}")
     with pytest.raises(CheckpointError, match="has no weight_map"):
         load(tmp_path)
+
+
+def test_gates_are_joined_to_what_they_gate(tmp_path: Path) -> None:
+    """Two stored matrices become one; each is missed, or wrong, by itself."""
+    save(tmp_path, {"model_type": "llama", "mlp_bias": True})
+    stored = load_file(tmp_path / MODEL_FILE)
+    mlp = load(tmp_path).layers[1]
+    assert isinstance(mlp, MlpParameters)
+    names = [f"model.layers.0.mlp.{name}_proj." for name in ("gate", "up")]
+    assert_equal(mlp.up_proj.weight, torch.cat([stored[n + "weight"] for n in names]))
+    assert mlp.up_proj.bias is not None
+    assert_equal(mlp.up_proj.bias, torch.cat([stored[n + "bias"] for n in names]))
+    gate = {"model__layers__0__mlp__gate_proj__weight": torch.zeros(3, 48)}
+    edit(tmp_path, model__layers__1__mlp__up_proj__weight=None, **gate)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert "missing: layers.1.mlp.up_proj.weight" in str(caught.value)
+    assert "mlp.gate_proj.weight is (3, 48)" in str(caught.value)
+    assert "asks for (64, 48)" in str(caught.value)
+
+
+def test_packed_experts_under_both_names(tmp_path: Path) -> None:
+    """As Granite was published, and as `transformers` names them."""
+    both: list[Parameters] = []
+    for original in (True, False):
+        fields = {"model_type": "granitemoehybrid"}
+        folder = save(tmp_path / str(original), fields, save_original_format=original)
+        is_published = any("input_linear" in n and "moe" in n for n in names_of(folder))
+        assert is_published == original
+        both.append(load(folder))
+    for ours, theirs in zip(
+        *(parameters.layers[1::2] for parameters in both), strict=True
+    ):
+        assert isinstance(ours, MoeParameters)
+        assert isinstance(theirs, MoeParameters)
+        assert ours.correction is None
+        for name in ("router", "experts_up", "experts_down"):
+            assert_equal(getattr(ours, name), getattr(theirs, name))
+
+
+def names_of(folder: Path) -> list[str]:
+    """List the names of the stored tensors."""
+    return list(load_file(folder / MODEL_FILE))
+
+
+def test_tensors_that_older_checkpoints_hold(tmp_path: Path) -> None:
+    """Frequencies, a copy of the embedding for a head, and one letter less."""
+    llama = save(tmp_path / "llama", {"model_type": "llama"})
+    edit(llama, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
+    load(llama)
+    fields = {"model_type": "qwen3", "tie_word_embeddings": True}
+    qwen = save(tmp_path / "qwen3", fields)
+    edit(
+        qwen, lm_head__weight=load_file(qwen / MODEL_FILE)["model.embed_tokens.weight"]
+    )
+    parameters = load(qwen)
+    assert parameters.head is parameters.embedding
+    mamba = save(tmp_path / "mamba2", {"model_type": "mamba2"})
+    embedding = load_file(mamba / MODEL_FILE)["backbone.embeddings.weight"]
+    edit(
+        mamba, backbone__embeddings__weight=None, backbone__embedding__weight=embedding
+    )
+    assert_equal(load(mamba).embedding, embedding)
 
 
 def draw(

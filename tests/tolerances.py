@@ -37,6 +37,8 @@ BUDGETS = {
     # A whole model of up to eight layers.
     "model": 30.0,  # 14.4
     "rms_norm": 3.0,  # 1.4
+    # Angles of up to 64 radians.
+    "rotary": 45.0,  # 23.3
     "route": 3.0,  # 1.3
     "scan": 4.0,  # 1.6
     "scan_state": 3.0,  # 1.3

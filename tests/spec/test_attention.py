@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +11,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from transformers import BambaConfig, LlamaConfig
+from transformers.models.bamba import modeling_bamba
+from transformers.models.llama import modeling_llama
 
+from lockstep.config import RotaryConfig
 from tests import oracles
-from tests.factories import Row, dummies, load, make_batch, model_config, plan_sizes
+from tests.factories import (
+    PART_ROTARY,
+    ROTARY,
+    Row,
+    at_alignment,
+    dummies,
+    load,
+    make_batch,
+    model_config,
+    plan_sizes,
+)
 from tests.factories import randn as draw
-from tests.tolerances import assert_budgeted, assert_consistent, assert_equal
+from tests.tolerances import (
+    assert_budgeted,
+    assert_consistent,
+    assert_equal,
+    assert_same_order,
+)
 
 SIZES = plan_sizes(model_config("attention"))
 BLOCK = SIZES.block_size
 KV_HEADS, HEAD_DIM, SCALE = 2, 6, 0.4
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5)
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+ROTARIES = {
+    "whole": ROTARY,
+    "part": replace(ROTARY, part=0.7),
+    "linear": replace(ROTARY, kind="linear", factor=3.0),
+    "llama3": replace(PART_ROTARY, part=1.0),
+    "llama3, part": PART_ROTARY,
+}
 
 
 @dataclass
@@ -214,3 +241,104 @@ def test_no_tokens(side: str) -> None:
     batch = make_batch(SIZES)
     for attend in (attention.attend_decode, attention.attend_prefill):
         assert_equal(attend(nothing, *pools(), SCALE, batch), nothing)
+
+
+def some_heads(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """Draw queries, keys and positions."""
+    positions = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:count]
+    queries = draw(count, 4, HEAD_DIM, dtype=dtype)
+    return queries, draw(count, KV_HEADS, HEAD_DIM, seed=1, dtype=dtype), positions
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROTARIES)
+def test_rotary_equals_complex_products(
+    side: str, name: str, dtype: torch.dtype
+) -> None:
+    """Pairs of channels are complex numbers, and turning is a product."""
+    *heads, positions = some_heads(40, dtype)
+    turned = load(side, "attention").apply_rotary(*heads, positions, ROTARIES[name])
+    for actual, plain in zip(turned, heads, strict=True):
+        exact = oracles.rotate(plain, positions, ROTARIES[name])
+        coarse = torch.float32 if dtype == torch.float64 else dtype
+        assert actual.dtype == dtype
+        # Frequencies are float32 in every model.
+        assert_budgeted("rotary", actual.to(coarse), exact)
+
+
+def published_rotary(config: RotaryConfig) -> tuple[Any, Any]:
+    """Return the published encoding, as a function of positions, and how it turns."""
+    rope: dict[str, Any] = {
+        "rope_type": config.kind,
+        "rope_theta": config.theta,
+        "partial_rotary_factor": config.part,
+    }
+    if config.kind != "default":
+        rope["factor"] = config.factor
+    if config.kind == "llama3":
+        rope["low_freq_factor"] = config.low_factor
+        rope["high_freq_factor"] = config.high_factor
+        rope["original_max_position_embeddings"] = config.original_positions
+    sizes: dict[str, Any] = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4}
+    if config.part < 1:
+        bamba = BambaConfig(**sizes, mamba_n_heads=4, rope_parameters=rope)
+        embedding = modeling_bamba.BambaRotaryEmbedding(bamba)
+        return embedding, modeling_bamba.apply_rotary_pos_emb
+    llama = LlamaConfig(**sizes, rope_parameters=rope)
+    embedding = modeling_llama.LlamaRotaryEmbedding(llama)
+    return embedding, modeling_llama.apply_rotary_pos_emb
+
+
+@pytest.mark.parametrize("name", ROTARIES)
+def test_rotary_equals_transformers(side: str, name: str) -> None:
+    """The published encodings give the same, bit for bit, near and far."""
+    queries, keys, positions = some_heads(40)
+    embedding, turn = published_rotary(ROTARIES[name])
+    apply = load(side, "attention").apply_rotary
+    for token, position in enumerate(positions * 997):
+        here = slice(token, token + 1)
+        row = queries[here], keys[here]
+        cos, sin = embedding(row[0], position.view(1, 1))
+        expected = turn(*row, cos[0], sin[0])
+        actual = apply(*row, position.view(1), ROTARIES[name])
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert_same_order(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROTARIES)
+def test_rotary_in_company(side: str, name: str, dtype: torch.dtype) -> None:
+    """A token is turned the same alone, in a batch and at any alignment."""
+    queries, keys, positions = some_heads(9, dtype)
+    apply = load(side, "attention").apply_rotary
+    together = apply(queries, keys, positions, ROTARIES[name])
+    for token in range(len(queries)):
+        here = slice(token, token + 1)
+        row = at_alignment(queries[here], token), at_alignment(keys[here], token)
+        alone = apply(*row, positions[here], ROTARIES[name])
+        for part, whole in zip(alone, together, strict=True):
+            assert_consistent(side, "rotary", part, whole[here])
+
+
+def test_rotary_tells_distances(side: str) -> None:
+    """Scores depend on how far apart two tokens are, and position 0 stays."""
+    query, key, _ = (part[:1] for part in some_heads(1, torch.float64))
+    apply = load(side, "attention").apply_rotary
+    scores: list[Tensor] = []
+    for position in (0, 3, 40):
+        turned, _ = apply(query, key, torch.tensor([position + 5]), ROTARY)
+        _, other = apply(query, key, torch.tensor([position]), ROTARY)
+        scores.append(turned[0, 0] @ other[0, 0])
+        if not position:
+            assert_equal(other, key)
+    torch.testing.assert_close(scores[1], scores[0])
+    torch.testing.assert_close(scores[2], scores[0])
+
+
+def test_rotary_of_nothing(side: str) -> None:
+    """A batch may be empty."""
+    nothing = torch.zeros(0, 4, HEAD_DIM), torch.zeros(0, KV_HEADS, HEAD_DIM)
+    positions = torch.zeros(0, dtype=torch.int64)
+    turned = load(side, "attention").apply_rotary(*nothing, positions, ROTARY)
+    for actual, expected in zip(turned, nothing, strict=True):
+        assert_equal(actual, expected)

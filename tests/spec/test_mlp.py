@@ -56,7 +56,43 @@ def test_company_changes_nothing(
             assert_consistent(side, "activate", moved, alone)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_equals_the_formula(
+    side: str, activation: str, dtype: torch.dtype
+) -> None:
+    """The first half gates the second."""
+    inputs = randn(7, 34, dtype=dtype) * 3
+    actual = load(side, "mlp").activate_gated(inputs, activation)
+    exact = oracles.activate(inputs, activation, gated=True)
+    assert_budgeted("activate", actual, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_equals_transformers(side: str, dtype: torch.dtype) -> None:
+    """The activation is rounded before it meets what it gates."""
+    gate, up = randn(1, 33, dtype=dtype), randn(1, 33, seed=1, dtype=dtype)
+    actual = load(side, "mlp").activate_gated(torch.cat((gate, up), dim=1), "silu")
+    assert_same_order(actual, ACT2FN["silu"](gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_in_company(side: str, activation: str, dtype: torch.dtype) -> None:
+    """A token gets the same numbers alone, in a batch, and at any alignment."""
+    activate = load(side, "mlp").activate_gated
+    for width in (2, 6, 16, 26, 34, 70):
+        inputs = randn(18, width, dtype=dtype)
+        together = activate(inputs, activation)
+        for token in range(len(inputs)):
+            row = at_alignment(inputs[token : token + 1], token)
+            part = together[token : token + 1]
+            assert_consistent(side, "activate", part, activate(row, activation))
+
+
 def test_no_tokens(side: str) -> None:
     """A batch may be empty."""
     nothing = torch.zeros(0, 5)
     assert_equal(load(side, "mlp").activate(nothing, "silu"), nothing)
+    nothing, half = torch.zeros(0, 6), torch.zeros(0, 3)
+    assert_equal(load(side, "mlp").activate_gated(nothing, "silu"), half)

@@ -64,6 +64,17 @@ def test_add_rms_norm(side: str, dtype: torch.dtype) -> None:
     assert_equal(normed, norm.rms_norm(residual + update, weight, EPS))
 
 
+def test_a_wide_stream(side: str) -> None:
+    """A float32 stream stays so, and its norm has the dtype of the weight."""
+    norm = load(side, "norm")
+    residual, update = randn(6, 19), randn(6, 19, seed=1, dtype=torch.bfloat16)
+    weight = randn(19, seed=2, dtype=torch.bfloat16)
+    total, normed = norm.add_rms_norm(residual, update, weight, EPS)
+    assert_equal(total, residual + update.float())
+    assert normed.dtype == torch.bfloat16
+    assert_budgeted("rms_norm", normed, oracles.rms_norm(total, weight, EPS))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_groups", [1, 2, 4])
 def test_gated_norm(side: str, num_groups: int, dtype: torch.dtype) -> None:
