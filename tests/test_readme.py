@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,14 +26,39 @@ def shape(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("(")]
 
 
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     """The code runs as it stands, and the cache does what is shown."""
-    (code,) = fences("python")
-    (shown,) = fences("text")
-    exec(compile(code, "README.md", "exec"), {})
-    printed = capsys.readouterr().out
-    assert shape(printed) == shape(shown)
-    assert len(shape(shown)) == 2
+    codes, texts = fences("python"), fences("text")
+    names: dict[str, Any] = {}
+    for code, shown in zip(codes, texts, strict=True):
+        exec(compile(code, "README.md", "exec"), names)
+        printed = capsys.readouterr().out
+        assert shape(printed) == shape(shown)
+        assert shape(shown)
+
+
+def commands() -> list[tuple[str, str]]:
+    """List what is typed at a prompt for ``lockstep``, each with its output."""
+    text = "".join(fences("console"))
+    return re.findall(r"^\$ (lockstep .+)\n((?:(?!\$ ).*\n)*)", text, re.M)
+
+
+def test_the_commands_run() -> None:
+    """Each prints what is shown; a sampled text need only be some text."""
+    found = commands()
+    assert [line.split()[1] for line, _ in found] == ["generate", "info"]
+    for line, shown in found:
+        command = [sys.executable, "-m", *shlex.split(line)]
+        env = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.strip()
+        if "generate" not in line:
+            assert [each.rstrip() for each in done.stdout.splitlines()] == [
+                each.rstrip() for each in shown.splitlines()
+            ]
 
 
 def test_links_lead_somewhere() -> None:
