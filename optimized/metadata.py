@@ -55,42 +55,29 @@ class MetadataBuilder:
             _cut(_Columns.of(prefills), self.sizes.scan_chunk_size),
             _Snapshots.of(prefills),
         )
-        num_tokens, drawing = int(columns.lens.sum()), np.flatnonzero(columns.samples)
+        drawing = np.flatnonzero(columns.samples)
         drawn_for = [requests[row.request_id] for row in rows if row.samples]
-        banned = [request.banned_token_ids for request in drawn_for]
         wanted = _wanted_logits(columns, rows, requests, all_logits)
-        real = _Extents(
-            tokens=num_tokens,
-            prefills=len(prefills),
-            decodes=len(decodes),
-            snapshots=len(snapshots.rows),
-            scan_chunks=len(chunks.rows),
-            table_blocks=int(columns.table_lens.max(initial=0)),
-            logits=len(wanted),
-            draws=len(drawing),
-            banned=max(map(len, banned), default=0),
-        )
+        real = _measure(columns, chunks, snapshots, wanted, drawn_for)
         layout = _Layout(real, self._padded(real), self.sizes)
         tables = self._tables(rows, columns, real.table_blocks)
         arrays = {
-            **layout.tokens(columns, tables, _token_ids(rows, requests, num_tokens)),
+            **layout.tokens(columns, tables, _token_ids(rows, requests, real.tokens)),
             **layout.requests(columns, tables),
             **layout.decodes(columns, decodes),
             **layout.prefills(columns),
             **layout.snapshots(columns, chunks, snapshots),
             **layout.scan_chunks(chunks),
             **layout.logits(columns, drawing, wanted),
+            **layout.draws(columns.ends[drawing], drawn_for),
         }
-        draws = layout.draws(columns.ends[drawing], drawn_for, banned)
-        sent = _send({**arrays, **draws}, self.device)
         return BatchMetadata(
             shape=real.shape,
             padded_shape=layout.padded.shape,
             num_snapshots=real.snapshots,
             num_logits=real.logits,
             num_samples=real.draws,
-            **{name: sent[name] for name in arrays},
-            draws=Draws(*(sent[name] for name in draws)),
+            **_with_draws(_send(arrays, self.device)),
         )
 
     def _padded(self, real: _Extents) -> _Extents:
@@ -214,6 +201,28 @@ class _Extents(NamedTuple):
         return BatchShape(self.tokens, self.prefills, self.decodes)
 
 
+def _measure(
+    columns: _Columns,
+    chunks: _Chunks,
+    snapshots: _Snapshots,
+    wanted: _Ints,
+    drawn_for: list[Request],
+) -> _Extents:
+    """Count the entries that a step needs."""
+    prefills = len(chunks.last)
+    return _Extents(
+        tokens=int(columns.lens.sum()),
+        prefills=prefills,
+        decodes=len(columns.lens) - prefills,
+        snapshots=len(snapshots.rows),
+        scan_chunks=len(chunks.rows),
+        table_blocks=int(columns.table_lens.max(initial=0)),
+        logits=len(wanted),
+        draws=len(drawn_for),
+        banned=max((len(r.banned_token_ids) for r in drawn_for), default=0),
+    )
+
+
 class _Layout:
     """Puts real entries in their places and harmless ones in all others.
 
@@ -332,15 +341,11 @@ class _Layout:
             "sample_index": _filled(source, self.padded.draws, 0),
         }
 
-    def draws(
-        self,
-        positions: _Ints,
-        requests: list[Request],
-        banned: list[tuple[int, ...]],
-    ) -> dict[str, _Array]:
-        """Describe each draw, in the order of `Draws`; a padded one is greedy."""
+    def draws(self, positions: _Ints, requests: list[Request]) -> dict[str, _Array]:
+        """Describe each draw; a padded one is greedy."""
         size, width = self.padded.draws, self.padded.banned
         sampling = [request.sampling for request in requests]
+        banned = [request.banned_token_ids for request in requests]
         temperatures = np.array([s.temperature for s in sampling], np.float32)
         ids = np.full((size, width), -1, np.int64)
         lens = np.array([len(each) for each in banned] + [0] * (size - len(banned)))
@@ -386,6 +391,12 @@ def _wanted_logits(
     is_wanted[_ramps(shifted, np.maximum(behind - first, 0))] = True
     is_wanted[(np.cumsum(columns.lens) - 1)[columns.samples.astype(bool)]] = True
     return np.flatnonzero(is_wanted)
+
+
+def _with_draws(arrays: dict[str, Tensor]) -> dict[str, Any]:
+    """Put the arrays that describe draws together."""
+    draws = Draws(*(arrays.pop(f"draws.{name}") for name in Draws._fields))
+    return {**arrays, "draws": draws}
 
 
 def _integers(values: Iterable[int | None]) -> _Ints:
