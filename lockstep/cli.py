@@ -234,7 +234,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="Longest reply, in tokens.")] = 48,
     seed: Annotated[int, typer.Option(help="Key of the random draws.")] = 32,
 ) -> None:
-    """Let the packaged model answer twice; the second prompt reuses the first."""
+    """Let the packaged model answer two prompts; the second reuses the first."""
     from lockstep.chat import Chat
     from lockstep.llm import LLM
 
@@ -275,10 +275,10 @@ def generate(
     one line, with its token ids, cache report, timings and log-probabilities.
     """
     sampling = SamplingParams(**pick(SamplingParams, chosen))
-    texts = read_prompts(prompts, file)
+    texts = read_prompts(model, prompts, file)
     llm = load(model, device, dtype, backend, quiet, option, chosen)
     if len(texts) == 1 and not as_json:
-        prompt = texts[0] if console.is_terminal and isinstance(texts[0], str) else ""
+        prompt = texts[0] if isinstance(texts[0], str) else ""
         output = show_stream(llm.stream(texts, sampling), prompt)
         if not quiet:
             note(f"{sum_up(output)}; prompt: {reuse_of(output)}")
@@ -288,8 +288,7 @@ def generate(
         if as_json:
             print(json.dumps(as_json_object(output)))
         else:
-            console.print(f"> {text}", style="dim", markup=False, soft_wrap=True)
-            print(output.text.strip("\n") + "\n")
+            show_text(text, output.text)
     if not quiet and not as_json:
         count = sum(len(output.token_ids) for output in outputs)
         note(f"{len(outputs)} prompts, {tokens(count)} generated")
@@ -308,7 +307,7 @@ def chat(
     option: Named = None,
     **chosen: Any,
 ) -> None:
-    """Talk with a model; each turn shows how much of the conversation was reused.
+    """Talk with a model, and see what each turn reuses.
 
     Lines come from the terminal or from stdin. /reset starts over, /exit ends.
     """
@@ -341,7 +340,7 @@ def info(
     option: Named = None,
     **chosen: Any,
 ) -> None:
-    """Show a model's layers and parameters, and what fits on the device.
+    """Show a model's layers, its parameters and what fits.
 
     Only the config is read, so the weights need not be there.
     """
@@ -394,7 +393,9 @@ def load(
     return LLM(model, backend, device, dtype, verbose=not quiet, **options)
 
 
-def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[Any]:
+def read_prompts(
+    model: str, prompts: Sequence[str] | None, file: Path | None
+) -> list[Any]:
     """Take prompts from the arguments, a file or stdin.
 
     Raises:
@@ -412,7 +413,8 @@ def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[Any]:
         prompts = [text] if (text := sys.stdin.read().rstrip("\n")) else []
     if not prompts:
         raise RequestError(
-            "there is no prompt; give one after MODEL, in a --file or on stdin"
+            f"there is no prompt for model {model!r}; give one after it, in a --file "
+            "or on stdin"
         )
     return list(prompts)
 
@@ -483,9 +485,10 @@ class Writer:
 def show_stream(
     deltas: Generator[StreamDelta, None, None], prompt: str = ""
 ) -> RequestOutput:
-    """Write a text as it comes, after its prompt, and return the output."""
+    """Write a text as it comes and return the output; a terminal shows the prompt."""
     output, writer = None, Writer()
-    writer.write(prompt, style="dim")
+    if console.is_terminal:
+        writer.write(prompt, style="dim")
     with closing(deltas):
         for delta in deltas:
             writer.write(delta.text)
@@ -494,6 +497,17 @@ def show_stream(
     print()
     assert output is not None
     return output
+
+
+def show_text(prompt: object, text: str) -> None:
+    """Write a prompt and its text: on a terminal as one, elsewhere on two lines."""
+    if not console.is_terminal:
+        return print(f"> {prompt}\n{text.strip()}\n")
+    writer = Writer()
+    writer.write(str(prompt), style="dim")
+    writer.write(text)
+    writer.flush()
+    print("\n")
 
 
 def note(text: str) -> None:
@@ -608,6 +622,9 @@ def main() -> None:
         app()
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except UnicodeDecodeError as error:
+        print(f"error: stdin is not UTF-8: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except SystemExit as end:
         if end.code == INTERRUPTED:

@@ -271,7 +271,7 @@ ERRORS = {
     "demo --max-tokens 0": "max_tokens is 0",
     "demo --max-tokens 9999": "prompt 0: a prompt of",
     "demo --seed -1": "seed is -1",
-    "generate": "there is no prompt; give one after MODEL",
+    "generate": "there is no prompt for model 'demo'; give one after it",
     "generate no/folder Hello": "'no/folder' is not a folder",
     "generate demo Hello --temperature -1": "temperature is -1",
     "generate demo Hello --top-p 0": "top_p is 0",
@@ -299,6 +299,16 @@ def test_errors_are_one_line(
     assert err.startswith(f"error: {ERRORS[line]}")
     assert len(err.splitlines()) == 1
     assert "Prompt" not in out
+
+
+def test_bytes_that_are_no_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither on stdin nor in a file is it a traceback."""
+    stdin = io.TextIOWrapper(io.BytesIO(b"To \xff"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(monkeypatch, "generate") == cli.USER_ERROR
+    assert re.fullmatch("error: stdin is not UTF-8: .*\n", capsys.readouterr().err)
 
 
 def test_warnings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
