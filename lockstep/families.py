@@ -191,6 +191,11 @@ def _flatten(fields: Fields) -> dict[str, Any]:
     ``rope.factor`` and so on.
     """
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
+        raise UnsupportedModelError(
+            f"rope_parameters={rope!r} is not implemented; it must be one table for "
+            "all layers"
+        )
     flat = {**fields, **{f"rope.{name}": value for name, value in rope.items()}}
     if "rope.type" in flat:
         flat.setdefault("rope.rope_type", flat["rope.type"])

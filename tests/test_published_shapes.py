@@ -225,6 +225,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         "rope.rope_type='yarn'.*'default' or 'linear' or 'llama3'",
     ),
+    "rotary by layer": (
+        "Qwen3-0.6B",
+        {"rope_parameters": {"full_attention": {"rope_theta": 10000.0}}},
+        "rope_parameters=.*one table for all layers",
+    ),
+    "rotary by name": (
+        "Qwen3-0.6B",
+        {"rope_scaling": "linear"},
+        "rope_parameters='linear' is not implemented",
+    ),
     "sliding window": (
         "Qwen3-0.6B",
         {"use_sliding_window": True, "sliding_window": 4096},
