@@ -73,11 +73,13 @@ class Turn:
         index: Which finished request, counted from the latest.
         new: New tokens.
         max_tokens: Most tokens to generate.
+        settings: Further sampling parameters, by name.
     """
 
     index: int = 0
     new: int = 3
     max_tokens: int = 4
+    settings: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -198,10 +200,11 @@ def _adds(draw: st.DrawFn, max_depth: int) -> list[Action]:
 
 
 @st.composite
-def _turns(draw: st.DrawFn) -> list[Action]:
+def _turns(draw: st.DrawFn, is_plain: bool = False) -> list[Action]:
     """Draw a second turn, after steps that let some first turn finish."""
     index, new = draw(_INDEX), draw(st.sampled_from((1, 3, 16)))
-    turn = Turn(index, new, draw(st.sampled_from(_COUNTS)))
+    settings = () if is_plain else draw(_settings())
+    turn = Turn(index, new, draw(st.sampled_from(_COUNTS)), settings)
     return [Step(draw(st.sampled_from((1, 10, 30)))), turn]
 
 
@@ -258,7 +261,9 @@ def chats() -> st.SearchStrategy[Trace]:
     """Draw traces of chats, alike or not, in as much memory as they can use."""
     steps = st.sampled_from((1, 2, 5, 20)).map(lambda count: [Step(count)])
     some = st.lists(
-        st.one_of(_adds(2), _turns(), _turns(), steps), min_size=4, max_size=12
+        st.one_of(_adds(2), _turns(True), _turns(True), steps),
+        min_size=4,
+        max_size=12,
     )
     return st.builds(
         Trace,
@@ -474,6 +479,19 @@ class Operation:
     keep_cache: bool = True
 
 
+def _settle(
+    sampling: SamplingParams, settings: tuple[tuple[str, Any], ...], prompt: list[int]
+) -> SamplingParams:
+    """Set further parameters, no larger than the request allows."""
+    found = dict(settings)
+    if "min_tokens" in found:
+        found["min_tokens"] = min(found["min_tokens"], sampling.max_tokens)
+    if "prompt_logprobs_from" in found:
+        first = min(found["prompt_logprobs_from"], len(prompt) - 1)
+        found["prompt_logprobs_from"] = first
+    return replace(sampling, **found)
+
+
 class Fault(Exception):
     """Thrown on purpose."""
 
@@ -573,20 +591,13 @@ class Player:
 
     def _add_new(self, action: Add) -> None:
         prompt = prompt_of(action, self.model.config.vocab_size)
-        settings = dict(action.settings)
-        least = min(settings.pop("min_tokens", 0), action.max_tokens)
-        if "prompt_logprobs_from" in settings:
-            first = min(settings["prompt_logprobs_from"], len(prompt) - 1)
-            settings["prompt_logprobs_from"] = first
         sampling = SamplingParams(
             temperature=0.0 if action.seed is None else 1.0,
             max_tokens=action.max_tokens,
-            min_tokens=least,
             ignore_eos=not action.stops,
             seed=action.seed or 0,
-            **settings,
         )
-        self._add(prompt, sampling)
+        self._add(prompt, _settle(sampling, action.settings, prompt))
 
     def _add_turn(self, action: Turn) -> None:
         done = list(self.finished.values())[::-1]
@@ -598,7 +609,7 @@ class Player:
             temperature=0.0, max_tokens=action.max_tokens, ignore_eos=True, seed=0
         )
         tokens = earlier.prompt_token_ids + earlier.token_ids + new
-        request_id = self._add(tokens, sampling)
+        request_id = self._add(tokens, _settle(sampling, action.settings, tokens))
         if request_id is not None:
             self.turns[request_id] = earlier
 
