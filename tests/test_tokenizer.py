@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
@@ -74,9 +74,12 @@ def pieces_of(tokenizer: Tokenizer, ids: list[int], sizes: list[int]) -> list[st
     return [*pieces, decoder.push([], final=True)]
 
 
+#: Examples of what takes long; most of these are quick, so they try more.
+EXAMPLES = settings().max_examples
 RUNS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
+@settings(max_examples=5 * EXAMPLES)
 @given(text=st.text(max_size=80), sizes=RUNS)
 def test_pieces_of_any_text_join(text: str, sizes: list[int]) -> None:
     """Any Unicode text, in any split, comes out whole and without half characters."""
@@ -155,6 +158,7 @@ STOPS = st.lists(
 )
 
 
+@settings(max_examples=20 * EXAMPLES)
 @given(text=LETTERS, stop=STOPS, cuts=st.lists(st.integers(0, 30), max_size=8))
 def test_stop_strings_in_any_split(text: str, stop: list[str], cuts: list[int]) -> None:
     """Shown is all that is certain, and at the end the text before the first stop."""
@@ -174,6 +178,7 @@ def test_stop_strings_in_any_split(text: str, stop: list[str], cuts: list[int]) 
     assert finder.push("more", final=True) == ("" if finder.found else "more")
 
 
+@settings(max_examples=5 * EXAMPLES)
 @given(text=st.text("ab é\N{GRINNING FACE}", max_size=40), stop=STOPS, sizes=RUNS)
 def test_stop_strings_in_any_tokens(
     text: str, stop: list[str], sizes: list[int]
