@@ -52,7 +52,8 @@ class SamplingParams:
             request all the same.
         stop_token_ids: Tokens that end a request, besides those of the model.
         stop: Strings that end the text, which ends before them; a single one will do.
-            An engine knows no text: `LLM` looks for them.
+            They do so at any length: ``min_tokens`` holds back ids alone. An engine
+            knows no text: `LLM` looks for them.
         logprobs: How many of the likeliest tokens to report at each position, besides
             the one chosen; None reports nothing.
         prompt_logprobs: The same for the tokens of the prompt. They have to be
