@@ -124,6 +124,7 @@ def test_models_of_random_traces(name: str) -> None:
     assert_sees_all(make_engine(witness.model_config(name), debug=()))
 
 
+@pytest.mark.filterwarnings("ignore:there are 4 snapshot slots")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_checkpoints(name: str, tmp_path: Path) -> None:
     """The checkpoints that are compared with `transformers`."""
