@@ -8,7 +8,7 @@
 ``limit`` is ``memory_fraction`` of the device's memory: by default 0.9 of a GPU's, and
 on a CPU at most 1 GiB on top of the weights. ``workspace`` is what the largest step
 needs besides: two float32 copies of the widest thing a layer makes of each token, and
-two of the logits.
+two of its logits, of which a request may ask for all.
 """
 
 from __future__ import annotations
@@ -222,9 +222,8 @@ def _dtypes(engine: EngineConfig, own: torch.dtype) -> tuple[torch.dtype, torch.
 def _workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     layers = [s for n, s in parameter_specs(model).items() if n.startswith("layers.")]
     widest = max(max(spec.shape) for spec in layers)
-    tokens = engine.max_tokens_per_step
-    rows = tokens if engine.record_logprobs else min(tokens, engine.max_requests)
-    return 4 * (2 * tokens * widest + 2 * rows * model.vocab_size)
+    # A request may ask for the log-probabilities of every token of its prompt.
+    return 4 * engine.max_tokens_per_step * (2 * widest + 2 * model.vocab_size)
 
 
 def _memory_limit(engine: EngineConfig, device: torch.device, needed: int) -> int:

@@ -18,11 +18,13 @@ from transformers.models.llama import modeling_llama
 from lockstep.config import RotaryConfig
 from tests import oracles
 from tests.factories import (
+    DEVICE,
     PART_ROTARY,
     ROTARY,
     Row,
     at_alignment,
     dummies,
+    generator,
     load,
     make_batch,
     model_config,
@@ -245,7 +247,8 @@ def test_no_tokens(side: str) -> None:
 
 def some_heads(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     """Draw queries, keys and positions."""
-    positions = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:count]
+    order = torch.randperm(64, generator=generator(2), device="cpu")
+    positions = order[:count].to(DEVICE)
     queries = draw(count, 4, HEAD_DIM, dtype=dtype)
     return queries, draw(count, KV_HEADS, HEAD_DIM, seed=1, dtype=dtype), positions
 
@@ -291,18 +294,22 @@ def published_rotary(config: RotaryConfig) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", ROTARIES)
 def test_rotary_equals_transformers(side: str, name: str) -> None:
-    """The published encodings give the same, bit for bit, near and far."""
-    queries, keys, positions = some_heads(40)
-    embedding, turn = published_rotary(ROTARIES[name])
+    """The published encodings give the same, bit for bit, near and far.
+
+    On the CPU, where both take their frequencies from.
+    """
+    queries, keys, positions = (part.cpu() for part in some_heads(40))
     apply = load(side, "attention").apply_rotary
-    for token, position in enumerate(positions * 997):
-        here = slice(token, token + 1)
-        row = queries[here], keys[here]
-        cos, sin = embedding(row[0], position.view(1, 1))
-        expected = turn(*row, cos[0], sin[0])
-        actual = apply(*row, position.view(1), ROTARIES[name])
-        for ours, theirs in zip(actual, expected, strict=True):
-            assert_same_order(ours, theirs)
+    with torch.device("cpu"):
+        embedding, turn = published_rotary(ROTARIES[name])
+        for token, position in enumerate(positions * 997):
+            here = slice(token, token + 1)
+            row = queries[here], keys[here]
+            cos, sin = embedding(row[0], position.view(1, 1))
+            expected = turn(*row, cos[0], sin[0])
+            actual = apply(*row, position.view(1), ROTARIES[name])
+            for ours, theirs in zip(actual, expected, strict=True):
+                assert_same_order(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
