@@ -24,13 +24,11 @@ PENDING = {
     "attention.py",
     "conv1d.py",
     "engine.py",
-    "linear.py",
     "mlp.py",
     "model.py",
     "moe.py",
     "norm.py",
     "prefix_cache.py",
-    "sampler.py",
     "scheduler.py",
     "snapshots.py",
 }
