@@ -24,7 +24,6 @@ PENDING = {
     "attention.py",
     "conv1d.py",
     "engine.py",
-    "mlp.py",
     "model.py",
     "moe.py",
     "norm.py",

@@ -47,13 +47,11 @@ def test_company_changes_nothing(
     for width in (1, 3, 8, 13, 17, 35):
         inputs = randn(18, width, dtype=dtype)
         together = activate(inputs, activation)
-        for token in range(len(inputs)):
-            row = inputs[token : token + 1].clone()
-            alone = activate(row, activation)
-            moved = activate(at_alignment(row, token), activation)
-            part = together[token : token + 1]
-            assert_consistent(side, "activate", part, alone)
-            assert_consistent(side, "activate", moved, alone)
+        rows = [inputs[token : token + 1].clone() for token in range(len(inputs))]
+        alone = [activate(row, activation) for row in rows]
+        moved = [activate(at_alignment(r, t), activation) for t, r in enumerate(rows)]
+        assert_consistent(side, "activate", together, torch.cat(alone))
+        assert_consistent(side, "activate", together, torch.cat(moved))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,10 +82,9 @@ def test_gated_in_company(side: str, activation: str, dtype: torch.dtype) -> Non
     for width in (2, 6, 16, 26, 34, 70):
         inputs = randn(18, width, dtype=dtype)
         together = activate(inputs, activation)
-        for token in range(len(inputs)):
-            row = at_alignment(inputs[token : token + 1], token)
-            part = together[token : token + 1]
-            assert_consistent(side, "activate", part, activate(row, activation))
+        rows = [at_alignment(inputs[t : t + 1], t) for t in range(len(inputs))]
+        alone = [activate(row, activation) for row in rows]
+        assert_consistent(side, "activate", together, torch.cat(alone))
 
 
 def test_no_tokens(side: str) -> None:
