@@ -26,7 +26,6 @@ PENDING = {
     "engine.py",
     "model.py",
     "moe.py",
-    "norm.py",
     "prefix_cache.py",
     "scheduler.py",
     "snapshots.py",
