@@ -28,7 +28,6 @@ PENDING = {
     "moe.py",
     "prefix_cache.py",
     "scheduler.py",
-    "snapshots.py",
 }
 
 #: Folders of the optimized side that hold kernels, which have no eager twin.
