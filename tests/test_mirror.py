@@ -22,7 +22,6 @@ ONLY: dict[str, dict[str, str]] = {
 #: Modules of the reference whose twin is still to come; empty when the mirror is whole.
 PENDING = {
     "attention.py",
-    "conv1d.py",
     "engine.py",
     "model.py",
     "moe.py",
