@@ -235,14 +235,16 @@ def test_company_changes_nothing(
     apply, hidden = load(side, "moe").apply_experts, randn(17, HIDDEN, dtype=dtype)
     matrices = expert_parameters(config, HIDDEN, dtype)
     ids, weights = route(side, hidden, config)
-    together = apply(hidden, ids, weights, *matrices, config)
+    together = ids, weights, apply(hidden, ids, weights, *matrices, config)
+    alone: list[tuple[Tensor, Tensor, Tensor]] = []
     for token in range(len(hidden)):
         row = at_alignment(hidden[token : token + 1], token)
-        row_ids, row_weights = route(side, row, config)
-        alone = apply(row, row_ids, row_weights, *matrices, config)
-        assert_equal(row_ids, ids[token : token + 1])
-        assert_consistent(side, "route", weights[token : token + 1], row_weights)
-        assert_consistent(side, "experts", together[token : token + 1], alone)
+        routed = route(side, row, config)
+        alone.append((*routed, apply(row, *routed, *matrices, config)))
+    one_by_one = [torch.cat(parts) for parts in zip(*alone, strict=True)]
+    assert_equal(together[0], one_by_one[0])
+    assert_consistent(side, "route", together[1], one_by_one[1])
+    assert_consistent(side, "experts", together[2], one_by_one[2])
 
 
 def test_no_tokens(side: str) -> None:
