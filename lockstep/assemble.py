@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -18,32 +19,81 @@ from lockstep.parameters import Parameters
 BACKENDS = ("reference", "optimized")
 #: Options of `EngineConfig` that only the optimized side understands.
 OPTIMIZED_ONLY = ("graphs", "kernels", "side_stream")
+#: Components of the optimized side that each kernel set replaces, and by what.
+KERNELS: dict[str, dict[str, str]] = {"torch": {}, "triton": {}}
+#: Where a choice of `EngineConfig` puts another model.
+SIDE_STREAM = {"model.Model": "streams:Model"}
+#: Components that decide and count; all others compute, and graphs must hold them.
+BOOKKEEPING = ("scheduler", "prefix_cache", "kv_blocks", "state_slots")
+
+
+def settle_options(
+    engine_config: EngineConfig, backend: str, device: torch.device
+) -> EngineConfig:
+    """Give the options that a backend alone has their values on a device.
+
+    Returns:
+        The same configuration; on the optimized side with ``graphs``, ``kernels`` and
+        ``side_stream`` set.
+
+    Raises:
+        ConfigError: An unknown backend, an option that it does not have, or one that
+            cannot work on this device.
+    """
+    _check_backend(backend)
+    if backend == "reference":
+        for name in OPTIMIZED_ONLY:
+            if (value := getattr(engine_config, name)) is not None:
+                raise ConfigError(
+                    f"{name}={value!r} is an option of the optimized backend; leave "
+                    'it unset with backend="reference"'
+                )
+        return engine_config
+    is_gpu = device.type == "cuda"
+    graphs = engine_config.graphs or "off"
+    if graphs in ("decode", "all") and not is_gpu:
+        raise ConfigError(
+            f'graphs={graphs!r} captures CUDA graphs, which needs a GPU; "padded" runs '
+            f"the same padded steps eagerly on {device.type}"
+        )
+    if engine_config.side_stream and not is_gpu:
+        raise ConfigError(f"side_stream needs a GPU; the device is {device.type}")
+    return replace(
+        engine_config,
+        graphs=graphs,
+        kernels=_settle_kernels(engine_config.kernels or "auto", is_gpu),
+        side_stream=bool(engine_config.side_stream),
+    )
 
 
 def build_components(
-    backend: str, replacements: Mapping[str, Any] | None = None
+    backend: str,
+    replacements: Mapping[str, Any] | None = None,
+    kernels: str = "torch",
+    side_stream: bool = False,
 ) -> Components:
     """Collect the components of a backend, with some replaced.
 
     Args:
         backend: ``reference`` or ``optimized``.
-        replacements: For each replaced ``module.symbol`` another side's name, or the
-            function or class itself.
+        replacements: For each replaced ``module.symbol`` another side's name, the
+            place of a function or class as ``package.module:symbol``, or the function
+            or class itself.
+        kernels: Kernel set of the optimized backend.
+        side_stream: Whether the optimized backend uses a side stream.
 
     Raises:
         ConfigError: An unknown backend or component.
     """
     known = component_keys()
-    choices = {**dict.fromkeys(known, backend), **(replacements or {})}
+    own = {**KERNELS[kernels], **(SIDE_STREAM if side_stream else {})}
+    own = {key: f"lockstep.{backend}.{place}" for key, place in own.items()}
+    choices = {**dict.fromkeys(known, backend), **own, **(replacements or {})}
     unknown = sorted(set(choices) - set(known))
     if unknown:
         raise ConfigError(f"unknown components {unknown}; known are {', '.join(known)}")
-    chosen: dict[str, Any] = {}
-    for key, choice in choices.items():
-        module, symbol = key.split(".")
-        is_name = isinstance(choice, str)
-        chosen[symbol] = getattr(_import(choice, module), symbol) if is_name else choice
-    return Components(**chosen)
+    chosen = {key: _resolve(key, choice) for key, choice in choices.items()}
+    return Components(**{key.split(".")[1]: value for key, value in chosen.items()})
 
 
 def build_engine(
@@ -57,26 +107,82 @@ def build_engine(
 ) -> Any:
     """Build an engine of one backend.
 
+    ``engine_config`` must be the one from which ``sizes`` were planned;
+    `settle_options` comes before both.
+
     Raises:
-        ConfigError: An unknown backend or component, one that does not exist yet, or an
-            option that the backend does not have.
+        ConfigError: An unknown backend or component, an option that the backend does
+            not have, or parts that do not go together.
     """
-    for name in OPTIMIZED_ONLY:
-        if backend == "reference" and getattr(engine_config, name) is not None:
-            raise ConfigError(
-                f"{name}={getattr(engine_config, name)!r} is an option of the "
-                'optimized backend; leave it unset with backend="reference"'
-            )
+    engine_config = settle_options(engine_config, backend, device)
     engine = _import(backend, "engine").Engine
-    parts = build_components(backend, components)
+    parts = build_components(
+        backend,
+        components,
+        engine_config.kernels or "torch",
+        bool(engine_config.side_stream),
+    )
+    if sizes.graph_shapes:
+        _check_padding(parts, str(engine_config.graphs))
     return engine(model_config, engine_config, sizes, parameters, parts, device)
 
 
+def _settle_kernels(kernels: str, is_gpu: bool) -> str:
+    """Choose a kernel set."""
+    has_kernels = bool(KERNELS["triton"])
+    if kernels == "auto":
+        return "triton" if is_gpu and has_kernels else "torch"
+    if kernels == "triton" and not has_kernels:
+        raise ConfigError('there are no Triton kernels yet; use kernels="torch"')
+    if kernels == "triton" and not is_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            'kernels="triton" needs a GPU; on a CPU Triton can only interpret its '
+            "kernels, very slowly: set TRITON_INTERPRET=1 for that"
+        )
+    return kernels
+
+
+def _check_padding(parts: Components, graphs: str) -> None:
+    """Refuse loops where steps are padded: a loop must know its length."""
+    loops = [
+        key
+        for key in component_keys()
+        if key.split(".")[0] not in BOOKKEEPING
+        and _module_of(getattr(parts, key.split(".")[1])) == "lockstep.reference"
+    ]
+    if loops:
+        raise ConfigError(
+            f"graphs={graphs!r} cannot hold {', '.join(loops)} of the reference: a "
+            "loop reads its length from the device, and knows no padding; use "
+            'graphs="off"'
+        )
+
+
+def _module_of(component: Any) -> str:
+    """Name the package in which a component is defined."""
+    return str(getattr(component, "__module__", "")).rpartition(".")[0]
+
+
+def _resolve(key: str, choice: Any) -> Any:
+    """Find what is chosen for a component."""
+    if not isinstance(choice, str):
+        return choice
+    module, symbol = key.split(".")
+    if ":" not in choice:
+        return getattr(_import(choice, module), symbol)
+    path, _, symbol = choice.partition(":")
+    try:
+        return getattr(import_module(path), symbol)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{key}={choice!r}: {error}") from error
+
+
 def _import(backend: str, name: str) -> ModuleType:
-    """Import a module of a backend, where there is one."""
+    """Import a module of a backend."""
+    _check_backend(backend)
+    return import_module(f"lockstep.{backend}.{name}")
+
+
+def _check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise ConfigError(f"backend is {backend!r}; known are {', '.join(BACKENDS)}")
-    path = f"lockstep.{backend}.{name}"
-    if find_spec(path) is None:
-        raise ConfigError(f"the {backend} backend has no {name} yet")
-    return import_module(path)

@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
 from lockstep.errors import ConfigError
+from lockstep.plan import BatchShape
 
 #: Letters of a layer pattern, and the field of `ModelConfig` with each one's shape.
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
@@ -24,6 +25,8 @@ RotaryKind = Literal["default", "linear", "llama3"]
 Scoring = Literal["sigmoid", "softmax"]
 Eviction = Literal["lru", "ref_zero"]
 DebugCheck = Literal["integrity", "poison", "checksums"]
+GraphMode = Literal["off", "padded", "decode", "all"]
+KernelSet = Literal["auto", "torch", "triton"]
 
 #: Whole numbers that may be zero, and the least values of all that do not begin at one.
 ZERO_IDS = ("bos_token_id", "eos_token_ids", "seed")
@@ -356,9 +359,13 @@ class EngineConfig:
             position computed.
         debug: Checks after every step: ``integrity`` of the bookkeeping, ``poison`` in
             freed memory, ``checksums`` of shared blocks and snapshots.
-        graphs: CUDA graphs of the optimized backend.
-        kernels: Kernel set of the optimized backend.
-        side_stream: Shared experts on a side stream, of the optimized backend.
+        graphs: Which steps the optimized backend runs at padded shapes from fixed
+            buffers: none (``off``), all but eagerly (``padded``), as CUDA graphs those
+            that only decode (``decode``) or ``all``.
+        kernels: Kernel set of the optimized backend: ``torch``, ``triton``, or
+            ``auto``, which is Triton on a GPU.
+        side_stream: Whether the optimized backend computes shared experts beside the
+            routed ones, on a stream of their own.
     """
 
     max_requests: int = 64
@@ -376,8 +383,8 @@ class EngineConfig:
     kv_dtype: DTypeName | Literal["auto"] = "auto"
     record_logprobs: bool = False
     debug: tuple[DebugCheck, ...] = ()
-    graphs: str | None = None
-    kernels: str | None = None
+    graphs: GraphMode | None = None
+    kernels: KernelSet | None = None
     side_stream: bool | None = None
 
     def __post_init__(self) -> None:
@@ -406,6 +413,8 @@ class Sizes:
     Attributes:
         bytes_per_block: K/V of one block, all attention layers.
         bytes_per_slot: Conv windows and SSM states of one slot, all Mamba layers.
+        graph_shapes: Shapes to which steps are padded, ascending; none on the
+            reference side.
     """
 
     max_requests: int
@@ -417,6 +426,7 @@ class Sizes:
     snapshot_slots: int
     bytes_per_block: int
     bytes_per_slot: int
+    graph_shapes: tuple[BatchShape, ...] = ()
 
     @property
     def dummy_block(self) -> int:

@@ -35,6 +35,7 @@ from lockstep.request import (
     FinishReason,
     Request,
     RequestOutput,
+    RequestState,
     SamplingParams,
 )
 from lockstep.trace import EngineState, StepRecord
@@ -348,6 +349,19 @@ class Lifecycle:
         while f"request-{number}" in taken:
             number += 1
         return f"request-{number}"
+
+    def _append(self, request: Request, record: StepRecord) -> None:
+        """Append the token drawn for a request, and end it if it is done."""
+        token = record.tokens[request.request_id]
+        request.token_ids.append(token)
+        request.state = RequestState.DECODE
+        if request.request_id in record.reported:
+            request.logprobs.append(record.reported[request.request_id])
+        request.timings.add_token()
+        if token in request.end_token_ids:
+            record.finished.append(self._finish(request, FinishReason.STOP))
+        elif request.num_generated == request.sampling.max_tokens:
+            record.finished.append(self._finish(request, FinishReason.LENGTH))
 
     def _finish(
         self, request: Request, reason: FinishReason, error: str = ""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lockstep.assemble import build_engine
+from lockstep.assemble import build_engine, settle_options
 from lockstep.config import EngineConfig, ModelConfig, engine_options
 from lockstep.errors import CheckpointError, ConfigError, RequestError
 from lockstep.families import read_config_files, read_model_config
@@ -89,6 +89,7 @@ class LLM:
         self.device = find_device(device)
         self.dtype = find_dtype(dtype, model, self.device)
         where = self.dtype, self.device
+        engine_config = settle_options(engine_config, backend, self.device)
         self.sizes = plan_memory(model, engine_config, self.device, self.dtype)
         if verbose:
             print(describe(model, self.sizes, *where), file=sys.stderr)

@@ -24,6 +24,8 @@ from lockstep.blocks import num_blocks_for
 from lockstep.config import EngineConfig, ModelConfig, Sizes, check_at_most
 from lockstep.errors import ConfigError
 from lockstep.parameters import num_parameters, num_weight_bytes, parameter_specs
+from lockstep.plan import BatchShape
+from lockstep.policy import graph_shapes
 from lockstep.shapes import AllConvStates, AllKvBlocks, AllSsmStates
 
 #: Scan chunks that every tier implements.
@@ -106,7 +108,16 @@ def plan_memory(
         snapshot_slots=snapshots,
         bytes_per_block=per_block,
         bytes_per_slot=per_slot,
+        graph_shapes=_graph_shapes(engine),
     )
+
+
+def _graph_shapes(engine: EngineConfig) -> tuple[BatchShape, ...]:
+    """List the shapes to which an engine pads its steps, if it does."""
+    if engine.graphs in (None, "off"):
+        return ()
+    only = engine.graphs == "decode"
+    return graph_shapes(engine.max_requests, engine.max_tokens_per_step, only)
 
 
 def settle_block_size(model: ModelConfig, engine: EngineConfig) -> tuple[int, int]:

@@ -27,6 +27,16 @@ class BatchShape:
     prefill_requests: int
     decode_requests: int
 
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of prefill rows; a decode row has one."""
+        return self.tokens - self.decode_requests
+
+    @property
+    def rows(self) -> int:
+        """Rows of either kind."""
+        return self.prefill_requests + self.decode_requests
+
 
 class SkipLimit(StrEnum):
     """Why no more tokens of a prompt were skipped."""

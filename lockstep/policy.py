@@ -6,10 +6,13 @@ slice of a prompt and in any later one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from lockstep.blocks import align_down
-from lockstep.plan import CacheReport, SkipLimit
+from lockstep.plan import BatchShape, CacheReport, SkipLimit
+
+#: Prefill tokens of the smallest graph with a prompt in it.
+LEAST_GRAPH_TOKENS = 16
 
 
 def slice_end(start: int, length: int, budget: int, block_size: int) -> int:
@@ -103,6 +106,56 @@ def decide_skip(
     )
 
 
+def graph_shapes(
+    max_requests: int, max_tokens: int, decode_only: bool = False
+) -> tuple[BatchShape, ...]:
+    """List the shapes to which steps are padded, ascending: every step fits one.
+
+    Each count grows geometrically, so that their number grows with logarithms alone.
+    Decode counts double in steps that only decode. With prompts, prefill tokens double
+    and rows of either kind grow by a factor of four or eight: a padded row costs next
+    to nothing there. That every step fits also means that admission need never wait
+    for a shape.
+
+    Args:
+        max_requests: Rows of a step at most.
+        max_tokens: Real tokens of a step at most.
+        decode_only: Whether steps with prompts are left out.
+
+    >>> [shape.tokens for shape in graph_shapes(4, 64, decode_only=True)]
+    [1, 2, 4]
+    """
+    rows = min(max_requests, max_tokens)
+    shapes = {BatchShape(count, 0, count) for count in _grow(1, rows, 2)}
+    if not decode_only:
+        shapes |= {
+            BatchShape(tokens + decodes, prefills, decodes)
+            for tokens in _grow(LEAST_GRAPH_TOKENS, max_tokens, 2)
+            for prefills in _grow(1, rows, 4)
+            for decodes in (0, *_grow(1, rows, 8))
+            if prefills <= tokens
+        }
+    return tuple(sorted(shapes))
+
+
+def host_shape(
+    shape: BatchShape, graph_shapes: Sequence[BatchShape]
+) -> BatchShape | None:
+    """Find the smallest of some ascending shapes that has room for a step.
+
+    >>> host_shape(BatchShape(21, 1, 3), graph_shapes(4, 64))
+    BatchShape(tokens=36, prefill_requests=1, decode_requests=4)
+    """
+    for host in graph_shapes:
+        if (
+            host.decode_requests >= shape.decode_requests
+            and host.prefill_requests >= shape.prefill_requests
+            and host.prefill_tokens >= shape.prefill_tokens
+        ):
+            return host
+    return None
+
+
 def departure(
     prompt: Sequence[int], earlier: Sequence[int], earlier_prompt_length: int
 ) -> int | None:
@@ -125,6 +178,14 @@ def departure(
         common += 1
     departs = earlier_prompt_length <= common < min(len(prompt), len(earlier))
     return common if departs else None
+
+
+def _grow(least: int, most: int, factor: int) -> Iterator[int]:
+    """Count up geometrically, to ``most`` exactly."""
+    while least < most:
+        yield least
+        least *= factor
+    yield most
 
 
 def _explain(

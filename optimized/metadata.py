@@ -3,12 +3,16 @@
 Python looks at rows, to collect their numbers; tokens, blocks and scan chunks are laid
 out by numpy in one buffer, which goes to the device whole. `_Extents` alone decides how
 long the arrays are: what is longer than its content ends in entries that harm nobody.
+
+Where the engine has shapes for graphs, a step takes the smallest in which it fits, and
+all other extents follow from that shape and from the engine's sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from operator import le
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,28 +21,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.batch import BatchMetadata, Draws
+from lockstep.blocks import num_blocks_for
 from lockstep.config import Sizes
 from lockstep.plan import BatchShape, RowPlan, StepPlan
+from lockstep.policy import host_shape
 from lockstep.request import Request
+
+from .buffers import StepBuffer, count_bytes, send_once
 
 _Ints = NDArray[np.int64]
 _Array = NDArray[Any]
 
-#: What numpy calls a dtype, torch's name for it.
-_DTYPES = {
-    name: getattr(torch, name) for name in ("int64", "float32", "float64", "bool")
-}
-#: Arrays begin at multiples of the largest item in the common buffer.
-_ALIGNMENT = 8
+#: Banned tokens of a row for which padded steps have room.
+_BANNED_WIDTH = 8
 
 
 class MetadataBuilder:
     """Makes the index arrays of each step, with one copy to the device."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
-        """Remember sizes and device."""
+        """Make room for the largest padded step, if steps are padded."""
         self.sizes = sizes
         self.device = device
+        self._fixed = {
+            _host_extents(shape, sizes, all_logits)
+            for shape in sizes.graph_shapes
+            for all_logits in (False, True)
+        }
+        most = max((self._count_bytes(extents) for extents in self._fixed), default=0)
+        self._buffer = StepBuffer(most, device)
 
     def build(
         self, plan: StepPlan, requests: Mapping[str, Request], all_logits: bool
@@ -47,6 +58,28 @@ class MetadataBuilder:
 
         Cost: one copy to the device, of at most eight bytes an entry; on the host a few
         passes over rows, and one over token ids and block tables to unpack the lists.
+        """
+        return self._send(*self._arrange(plan, requests, all_logits))
+
+    def _pad(self, shape: BatchShape, all_logits: bool) -> BatchMetadata:
+        """Make a step of padding alone, whose arrays are those of all of its shape."""
+        room = _host_extents(shape, self.sizes, all_logits)
+        return self._send(*self._arrange(StepPlan(), {}, all_logits, room))
+
+    def _arrange(
+        self,
+        plan: StepPlan,
+        requests: Mapping[str, Request],
+        all_logits: bool,
+        room: _Extents | None = None,
+    ) -> tuple[_Extents, _Extents, dict[str, _Array]]:
+        """Lay a step out; returns its real and its padded extents, and its arrays.
+
+        Args:
+            plan: The step.
+            requests: Its requests by name.
+            all_logits: Whether every token's logits are wanted.
+            room: Padded extents, if the step itself does not settle them.
         """
         decodes, prefills = plan.decode_rows, plan.prefill_rows
         rows = decodes + prefills
@@ -59,9 +92,10 @@ class MetadataBuilder:
         drawn_for = [requests[row.request_id] for row in rows if row.samples]
         wanted = _wanted_logits(columns, rows, requests, all_logits)
         real = _measure(columns, chunks, snapshots, wanted, drawn_for)
-        layout = _Layout(real, self._padded(real), self.sizes)
+        padded = room or self._padded(real, all_logits)
+        layout = _Layout(real, padded, self.sizes)
         tables = self._tables(rows, columns, real.table_blocks)
-        arrays = {
+        arrays: dict[str, _Array] = {
             **layout.tokens(columns, tables, _token_ids(rows, requests, real.tokens)),
             **layout.requests(columns, tables),
             **layout.decodes(columns, decodes),
@@ -71,18 +105,41 @@ class MetadataBuilder:
             **layout.logits(columns, drawing, wanted),
             **layout.draws(columns.ends[drawing], drawn_for),
         }
+        return real, padded, arrays
+
+    def _padded(self, real: _Extents, all_logits: bool) -> _Extents:
+        """Decide the sizes of the arrays: those of a graph's shape, or the real ones.
+
+        The shape alone says how much else there is room for. What few steps want more
+        of, logits of prompts and banned tokens, keeps its real size.
+        """
+        shape = host_shape(real.shape, self.sizes.graph_shapes)
+        if shape is None:
+            return real
+        host = _host_extents(shape, self.sizes, all_logits)
+        fits = all(map(le, real, host))
+        return host if fits else real
+
+    def _send(
+        self, real: _Extents, padded: _Extents, arrays: Mapping[str, _Array]
+    ) -> BatchMetadata:
+        """Send arrays of a graph's shape to their fixed places, others anywhere."""
+        if padded in self._fixed:
+            sent = self._buffer.send(padded, arrays)
+        else:
+            sent = send_once(arrays, self.device)
         return BatchMetadata(
             shape=real.shape,
-            padded_shape=layout.padded.shape,
+            padded_shape=padded.shape,
             num_snapshots=real.snapshots,
             num_logits=real.logits,
             num_samples=real.draws,
-            **_with_draws(_send(arrays, self.device)),
+            **_with_draws(sent),
         )
 
-    def _padded(self, real: _Extents) -> _Extents:
-        """Decide the sizes of the arrays: the real ones."""
-        return real
+    def _count_bytes(self, extents: _Extents) -> int:
+        """Count the bytes of the arrays of a step that is padding alone."""
+        return count_bytes(self._arrange(StepPlan(), {}, False, extents)[2])
 
     def _tables(self, rows: list[RowPlan], columns: _Columns, width: int) -> _Ints:
         """Put block tables under each other, dummy block after their last."""
@@ -199,6 +256,23 @@ class _Extents(NamedTuple):
     def shape(self) -> BatchShape:
         """The three that a batch is known by."""
         return BatchShape(self.tokens, self.prefills, self.decodes)
+
+
+def _host_extents(shape: BatchShape, sizes: Sizes, all_logits: bool) -> _Extents:
+    """Say how much a graph's shape has room for: the most that its rows can need."""
+    prefills, rows = shape.prefill_requests, shape.rows
+    chunks = shape.prefill_tokens // sizes.scan_chunk_size + 2 * prefills
+    return _Extents(
+        tokens=shape.tokens,
+        prefills=prefills,
+        decodes=shape.decode_requests,
+        snapshots=3 * prefills,
+        scan_chunks=chunks,
+        table_blocks=num_blocks_for(sizes.max_length, sizes.block_size),
+        logits=shape.tokens if all_logits else rows,
+        draws=rows,
+        banned=_BANNED_WIDTH,
+    )
 
 
 def _measure(
@@ -424,20 +498,3 @@ def _ramps(starts: _Ints, lens: _Ints) -> _Ints:
 
 def _ceil_divide(values: _Ints, divisor: int) -> _Ints:
     return -(-values // divisor)
-
-
-def _send(arrays: Mapping[str, _Array], device: torch.device) -> dict[str, Tensor]:
-    """Copy arrays to the device as one buffer, and return their views of it."""
-    lens = np.array([array.nbytes for array in arrays.values()])
-    begins = _offsets(_ceil_divide(lens, _ALIGNMENT) * _ALIGNMENT).tolist()
-    buffer = np.zeros(begins[-1], np.uint8)
-    for begin, array in zip(begins, arrays.values(), strict=False):
-        raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-        buffer[begin : begin + array.nbytes] = raw
-    sent = torch.from_numpy(buffer).to(device)
-    return {
-        name: sent[begin : begin + array.nbytes]
-        .view(_DTYPES[array.dtype.name])
-        .view(array.shape)
-        for begin, (name, array) in zip(begins, arrays.items(), strict=False)
-    }

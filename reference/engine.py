@@ -23,7 +23,6 @@ from torch import Tensor
 from lockstep.batch import BatchMetadata
 from lockstep.lifecycle import Lifecycle
 from lockstep.plan import RowPlan, StepPlan
-from lockstep.request import FinishReason, Request, RequestState
 from lockstep.trace import StepRecord
 
 
@@ -109,19 +108,6 @@ class Engine(Lifecycle):
             if row.samples:
                 self._append(request, record)
         self.scheduler.suspect = None
-
-    def _append(self, request: Request, record: StepRecord) -> None:
-        """Append the token drawn for a request, and end it if it is done."""
-        token = record.tokens[request.request_id]
-        request.token_ids.append(token)
-        request.state = RequestState.DECODE
-        if request.request_id in record.reported:
-            request.logprobs.append(record.reported[request.request_id])
-        request.timings.add_token()
-        if token in request.end_token_ids:
-            record.finished.append(self._finish(request, FinishReason.STOP))
-        elif request.num_generated == request.sampling.max_tokens:
-            record.finished.append(self._finish(request, FinishReason.LENGTH))
 
     # What the phases lean on.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.assemble import build_engine
+from lockstep.assemble import build_engine, settle_options
 from lockstep.config import DebugCheck, EngineConfig, ModelConfig
 from lockstep.memory import plan_memory, torch_dtype
 from lockstep.parameters import Parameters, make_parameters
@@ -67,6 +67,7 @@ def make_engine(
 ) -> Any:
     """Build an engine with witness weights; options are those of `EngineConfig`."""
     engine_config = EngineConfig(**{**DEFAULTS, **options})
+    engine_config = settle_options(engine_config, side, device)
     parameters = witness_parameters(config, device=device)
     dtype = torch_dtype(config.dtype)
     sizes = plan_memory(config, engine_config, device, dtype)

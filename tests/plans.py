@@ -225,7 +225,7 @@ def build_padded(sizes: Sizes, step: Step, padding: Padding) -> BatchMetadata:
     builder = load("optimized", "metadata").MetadataBuilder(
         sizes, torch.get_default_device()
     )
-    builder._padded = lambda real: padding.extend(real, sizes)
+    builder._padded = lambda real, all_logits: padding.extend(real, sizes)
     return builder.build(*step, False)
 
 

@@ -1,0 +1,119 @@
+"""Forward passes at padded shapes: run as they are, or captured once and replayed.
+
+A step whose arrays have the extents of a shape in `Sizes.graph_shapes` finds them at
+fixed addresses, whatever it is about; a graph captured from them computes any such
+step. All graphs share one memory pool, since no two run at once, and hand their logits
+over in one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.batch import BatchMetadata
+from lockstep.config import GraphMode
+from lockstep.plan import BatchShape
+
+
+class Forward(NamedTuple):
+    """What a forward pass gave, and how it was run.
+
+    Attributes:
+        logits: Valid until the next pass.
+        mode: ``eager``, ``padded`` or ``graph``.
+        eager_reason: Why it ran eagerly at its real size though shapes are padded.
+    """
+
+    logits: Tensor
+    mode: str
+    eager_reason: str
+
+
+class _Extents(NamedTuple):
+    """What tells the arrays of one graph from those of others."""
+
+    shape: BatchShape
+    num_logits: int
+    banned_width: int
+
+    @classmethod
+    def of(cls, batch: BatchMetadata) -> _Extents:
+        return cls(
+            batch.padded_shape, len(batch.logit_index), batch.draws.banned_ids.shape[1]
+        )
+
+
+class GraphRunner:
+    """Runs each step in the way its shape allows, and says so."""
+
+    def __init__(
+        self,
+        mode: GraphMode,
+        forward: Callable[[BatchMetadata], Tensor],
+        padding: list[BatchMetadata],
+    ) -> None:
+        """Note what has fixed addresses; nothing is captured yet.
+
+        Args:
+            mode: What was asked for.
+            forward: The model.
+            padding: A step of padding alone for every shape, whose arrays are those
+                that every step of the shape will have; ascending.
+        """
+        self.mode: GraphMode = mode
+        self._forward = forward
+        self._padding = {_Extents.of(batch): batch for batch in padding}
+        self._graphs: dict[_Extents, torch.cuda.CUDAGraph] = {}
+        self._logits = torch.empty(0)
+
+    def run(self, batch: BatchMetadata) -> Forward:
+        """Compute one step."""
+        if self.mode == "off":
+            return Forward(self._forward(batch), "eager", "")
+        extents = _Extents.of(batch)
+        if extents not in self._padding:
+            return Forward(self._forward(batch), "eager", self._why_eager(batch))
+        if extents not in self._graphs:
+            return Forward(self._forward(batch), "padded", "")
+        self._graphs[extents].replay()
+        return Forward(self._logits[: extents.num_logits], "graph", "")
+
+    def capture(self) -> Iterator[BatchShape]:
+        """Capture a graph for every shape, the largest first, which sizes the pool.
+
+        Each pass is run once before it is captured: libraries allocate, and kernels are
+        compiled, at a first call.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        for extents, batch in reversed(self._padding.items()):
+            logits = self._forward(batch)
+            if len(logits) > len(self._logits):
+                self._logits = torch.zeros_like(logits)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = self._forward(batch)
+                self._logits[: len(logits)].copy_(logits)
+            self._graphs[extents] = graph
+            del logits
+            yield extents.shape
+
+    def _why_eager(self, batch: BatchMetadata) -> str:
+        """Say what a step needs that no shape has."""
+        if self.mode == "decode" and batch.shape.prefill_requests:
+            return 'graphs="decode" has none for steps with prompts'
+        return "more logits or banned tokens than a graph has room for"
+
+
+def show_progress(captured: Iterator[BatchShape], total: int) -> None:
+    """Capture all, under a progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    for _ in track(captured, "capturing graphs", total, console=console):
+        pass
