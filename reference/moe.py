@@ -104,7 +104,9 @@ def apply_experts(
             if expert >= 0:
                 inner = linear(row[None], experts_up[expert], None)
                 inner = function(inner, config.activation)
-                total += weight * linear(inner, experts_down[expert], None)[0]
+                result = linear(inner, experts_down[expert], None)[0]
+                # A weight is a single number, which would take the result's dtype.
+                total += weight * result.to(total.dtype)
         output.copy_(total)
     return outputs
 

@@ -215,6 +215,22 @@ def test_experts_equal_transformers(side: str, config: MoeConfig) -> None:
     assert_budgeted("experts", actual, theirs(hidden, ids, weights).detach())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_is_rounded_once(side: str, dtype: torch.dtype) -> None:
+    """Experts are added in ascending id, in the dtype of the weights."""
+    apply, config = load(side, "moe").apply_experts, replace(MOE, top_k=4)
+    hidden, matrices = randn(9, HIDDEN, dtype=dtype), expert_parameters(MOE, HIDDEN)
+    matrices = [matrix.to(dtype) for matrix in matrices]
+    ids, weights = route(side, hidden, config)
+    total = torch.zeros(9, HIDDEN, dtype=weights.dtype)
+    for choice in range(4):
+        alone, one = ids[:, choice, None], torch.ones_like(weights[:, :1])
+        result = apply(hidden, alone, one, *matrices, config)
+        total += weights[:, choice, None] * result.to(total.dtype)
+    together = apply(hidden, ids, weights, *matrices, config)
+    assert_consistent(side, "experts", together, total.to(dtype))
+
+
 def test_no_expert_adds_nothing(side: str) -> None:
     """Tokens of id -1 get zeros, whatever they hold."""
     hidden = randn(4, HIDDEN)
