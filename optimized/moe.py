@@ -5,10 +5,11 @@ expert, and each expert's fill tiles of a fixed number of rows, its last one in 
 How many tiles there are at most follows from the counts of pairs and experts, so that
 shapes are known before routing; a batched product takes tiles to experts' matrices.
 
-Cost of the tiles: a tile's matrices are gathered, so that they are read twice and
-written once for each, while a grouped product would read them once for each expert; and
-up to half of all rows are empty. The height of a tile balances the two: about as many
-rows as an expert has pairs on average, so that there are at most three tiles an expert.
+Cost of the tiles: each gathers its expert's matrices, which are so read twice and
+written once; a grouped product would read them once for each expert. And each expert's
+last tile is empty in part. Tall tiles are fewer, low ones emptier: the height is about
+the number of pairs that an expert has on average, which makes three tiles an expert at
+most, but no less than `_MIN_HEIGHT`, below which gathering takes most of the time.
 Where there are fewer pairs than experts, as in decode, each pair is a tile of its own.
 """
 
@@ -35,6 +36,9 @@ from .mlp import activate, activate_gated
 
 #: Keeps the sum of a token's weights away from zero when they are scaled by it.
 _TINY = 1e-20
+
+#: Rows of the lowest tiles that several pairs may share.
+_MIN_HEIGHT = 16
 
 #: Elements of expert matrices that are gathered at once, and of the rows they meet.
 _MAX_GATHERED = 1 << 26
@@ -71,10 +75,10 @@ def apply_experts(
 ) -> Features:
     """Multiply tiles by their experts' matrices and add up each token's rows.
 
-    Cost: up to twice the operations of a product of all pairs, in six launches for each
-    part of the tiles that `_MAX_GATHERED` allows; two copies of all rows of the tiles
-    are alive, and one part's matrices, gathered, of the larger kind. Five launches for
-    each of a token's experts to add them in order.
+    Cost: up to twice the operations of a product of all pairs, or `_MIN_HEIGHT` rows an
+    expert more; some seven launches for each part of the tiles that `_MAX_GATHERED`
+    allows. Two copies of all rows of the tiles are alive, and one part's matrices of
+    one kind. To add results in order takes six launches for each of ``top_k``.
     """
     if not len(hidden):
         return torch.empty_like(hidden)
@@ -128,8 +132,10 @@ class _Tiles:
 
 
 def _tile_height(num_pairs: int, num_experts: int) -> int:
-    """Return the largest power of two up to the average of an expert's pairs."""
-    return 1 << max(0, (num_pairs // num_experts).bit_length() - 1)
+    """Return one, or the largest power of two up to an expert's average of pairs."""
+    if num_pairs <= num_experts:
+        return 1
+    return max(_MIN_HEIGHT, 1 << (num_pairs // num_experts).bit_length() - 1)
 
 
 def _multiply(
