@@ -66,6 +66,17 @@ def scan_prefill(
     back from the device.
     """
     frame = _Frame(batch, config.scan_chunk_size, len(tokens.x))
+    return _scan(frame, tokens, parameters, config, ssm_states)
+
+
+def _scan(
+    frame: _Frame,
+    tokens: ScanTokens,
+    parameters: MambaParameters,
+    config: MambaConfig,
+    ssm_states: SsmStates,
+) -> ScanInputs:
+    """Scan the chunks of a frame, which lays tokens out and stores states."""
     x, dt, B, C = (frame.split(part) for part in _widen(tokens, parameters, config))
     steps = dt * parameters.A[:, None]  # (chunks, heads, lanes)
     taken_in = dt[..., None] * x  # (chunks, heads, lanes, dim)
