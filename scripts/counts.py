@@ -33,7 +33,7 @@ CORE = (
     "metadata",
     "snapshots",
 )
-TOOLS = ("__main__", "cli", "exercise", "ladder", "trace", "verify")
+TOOLS = ("__main__", "cli", "exercise", "ladder", "rungs", "trace", "verify")
 
 #: One family, plain sampling and no streaming came to 1,409 lines, of 1,500 allowed.
 #: The rest is for what users of other engines look for: five more families, filters of
