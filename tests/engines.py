@@ -22,6 +22,7 @@ from lockstep.parameters import Parameters, make_parameters
 from lockstep.request import RequestOutput, SamplingParams
 from lockstep.trace import StepRecord
 from lockstep.weights import RandomWeights
+from tests.tolerances import assert_logprobs
 
 CPU = torch.device("cpu")
 ALL_CHECKS: tuple[DebugCheck, ...] = ("integrity", "poison", "checksums")
@@ -91,6 +92,7 @@ class Run:
         logprobs: For each request, log-probabilities by position; a position computed
             more than once holds the latest.
         records: All step records.
+        side: Whose steps they are.
     """
 
     outputs: dict[str, RequestOutput] = field(default_factory=dict[str, RequestOutput])
@@ -98,6 +100,7 @@ class Run:
         default_factory=dict[str, dict[int, Tensor]]
     )
     records: list[StepRecord] = field(default_factory=list[StepRecord])
+    side: str = ""
 
     def note(self, record: StepRecord) -> StepRecord:
         """Take in one step's record."""
@@ -110,6 +113,11 @@ class Run:
         for output in record.finished:
             self.outputs[output.request_id] = output
         return record
+
+
+def side_of(engine: Any) -> str:
+    """Return the side that an engine is of."""
+    return type(engine).__module__.split(".")[1]
 
 
 def drain(
@@ -125,6 +133,7 @@ def drain(
         between: Called after each step.
     """
     run = run or Run()
+    run.side = side_of(engine)
     while engine.has_work:
         record = run.note(engine.step())
         if between is not None:
@@ -185,15 +194,18 @@ def assert_equals_lone(
     sampling: SamplingParams,
     device: torch.device = CPU,
 ) -> None:
-    """Check that a request's every computed position equals the lone run's, by bits.
+    """Check that a request's every computed position equals the lone run's.
 
-    An aborted request is compared as far as it got.
+    On the reference side by bits; on the other within the class of whole engines. An
+    aborted request is compared as far as it got.
     """
     truth, expected = lone(config, output.prompt_token_ids, sampling, device)
     assert output.token_ids == truth.token_ids[: len(output.token_ids)]
     if output.finish_reason not in ("abort", "error"):
         assert output.token_ids == truth.token_ids
     for position, values in run.logprobs.get(output.request_id, {}).items():
-        assert torch.equal(values, expected[position]), (
-            f"{output.request_id}: log-probabilities differ at position {position}"
-        )
+        try:
+            assert_logprobs(run.side, values, expected[position])
+        except AssertionError as error:
+            name = output.request_id
+            raise AssertionError(f"{name}, position {position}: {error}") from error

@@ -97,7 +97,7 @@ def test_a_quantized_checkpoint_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("graphs", "full"), ("kernels", "torch"), ("side_stream", True)],
+    [("graphs", "padded"), ("kernels", "torch"), ("side_stream", True)],
 )
 def test_options_of_the_other_backend_are_refused(option: str, value: Any) -> None:
     """The reference runs eagerly, and does not pretend otherwise."""
