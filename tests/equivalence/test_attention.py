@@ -153,6 +153,20 @@ def test_dtypes(dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
     assert_twins(SIZES, step, dtype=dtype, pool_dtype=pool_dtype)
 
 
+def test_scores_are_not_rounded() -> None:
+    """Large scores of coarse heads, close to each other, are told apart."""
+    step = make_step(SIZES, [], [Slice(0, 37)])
+    batch = build("optimized", SIZES, step, all_logits=False)
+    heads = Heads.random(37, dtype=torch.bfloat16)
+    heads.queries.add_(8)
+    heads.keys.div_(16).add_(8)
+    blocks = pools(SIZES, step, dtype=torch.bfloat16)
+    outputs = run("optimized", heads, blocks, batch)
+    wide = pools(SIZES, step, dtype=torch.float64)
+    exact = run("reference", heads.apply(Tensor.double), wide, batch)
+    assert_budgeted("attention", outputs, exact)
+
+
 @pytest.mark.parametrize("count", [1, 2, 7, 16])
 @pytest.mark.parametrize("is_decode", [False, True])
 def test_rows_of_one_kind(count: int, is_decode: bool) -> None:
@@ -240,6 +254,18 @@ def test_rotary_twins(
     for mine, theirs in zip(actual, exact, strict=True):
         assert mine.dtype == dtype
         assert_budgeted("rotary", mine, theirs)
+
+
+def test_rotary_far_away() -> None:
+    """Positions that the dtype of the heads does not have are no others."""
+    drawn, positions = Heads.random(37, dtype=torch.bfloat16), some_positions(37) * 997
+    given = drawn.queries, drawn.keys, positions, PART_ROTARY
+    turned = [
+        load(side, "attention").apply_rotary(*given)
+        for side in ("optimized", "reference")
+    ]
+    for actual, expected in zip(*turned, strict=True):
+        assert_budgeted("rotary", actual, expected)
 
 
 def test_rotary_of_padding_harms_no_other() -> None:

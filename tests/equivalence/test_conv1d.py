@@ -67,11 +67,12 @@ def assert_twins(
     width: int = 4,
     dtype: torch.dtype = torch.float32,
     pool_dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype | None = None,
     has_bias: bool = True,
 ) -> None:
     """Hold windows equal, and outputs to their budget."""
     inputs = randn(batch.shape.tokens, CHANNELS, dtype=dtype)
-    weight, bias = parameters(width, dtype)
+    weight, bias = parameters(width, weight_dtype or dtype)
     layer = weight, bias if has_bias else None
     states, expected = pool(width, pool_dtype), pool(width, pool_dtype)
     outputs = run("optimized", inputs, layer, states, batch)
@@ -113,6 +114,13 @@ def test_dtypes(dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
     step = make_step(SIZES, [Slice(7, 8), Slice(1, 2)], edge_slices(4, 5))
     batch = build("optimized", SIZES, step, all_logits=False)
     assert_twins(batch, 4, dtype, pool_dtype)
+
+
+def test_products_are_not_rounded() -> None:
+    """Coarse filters meet their inputs in the dtype of the arithmetic."""
+    step = make_step(SIZES, [Slice(7, 8), Slice(1, 2)], edge_slices(4, 5))
+    batch = build("optimized", SIZES, step, all_logits=False)
+    assert_twins(batch, weight_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16])

@@ -102,6 +102,16 @@ def test_roundings_are_the_twins(num_groups: int) -> None:
         assert_same_order(actual, run("reference", name, *given))
 
 
+def test_gates_are_not_rounded() -> None:
+    """The SiLU of a coarse gate meets what it gates in the dtype of the arithmetic."""
+    hidden, gate, weight = draw(17, 30, torch.float32)
+    given = hidden, gate.bfloat16(), weight
+    wide = [part.double() for part in given]
+    actual = run("optimized", "gated_group_rms_norm", *given, EPS, 2)
+    exact = run("reference", "gated_group_rms_norm", *wide, EPS, 2)
+    assert_budgeted("gated_group_rms_norm", actual, exact)
+
+
 def test_tokens_of_nan_harm_no_other() -> None:
     """Padding may hold anything."""
     hidden, gate, weight = draw(21, 30, torch.float32)
