@@ -167,8 +167,10 @@ def assert_reports(
         assert (mine is None) == (theirs is None)
         if mine is not None and theirs is not None:
             assert list(mine) == list(theirs)
-            values = (torch.tensor(list(each.values())) for each in (mine, theirs))
-            assert_logprobs(side, *values)
+            actual_values, expected_values = (
+                torch.tensor(list(each.values())) for each in (mine, theirs)
+            )
+            assert_logprobs(side, actual_values, expected_values)
 
 
 def relative_rms(actual: Tensor, exact: Tensor) -> float:
