@@ -77,20 +77,19 @@ def apply_experts(
 
     Cost: up to twice the operations of a product of all pairs, or `_MIN_HEIGHT` rows an
     expert more; some seven launches for each part of the tiles that `_MAX_GATHERED`
-    allows. Two copies of all rows of the tiles are alive, and one part's matrices of
-    one kind. To add results in order takes six launches for each of ``top_k``.
+    allows. The results of all rows are alive, and one part's rows and matrices of one
+    kind. To add results in order takes six launches for each of ``top_k``.
     """
     if not len(hidden):
         return torch.empty_like(hidden)
     tiles = _Tiles(expert_ids, len(experts_up))
-    rows = hidden[tiles.tokens]  # (tiles, rows, width)
-    size = tiles.num_at_once(experts_up[0], rows[0])
-    parts = zip(rows.split(size), tiles.experts.split(size), strict=True)
-    outputs = [
-        _multiply(part, experts_up, experts_down, experts, config)
-        for part, experts in parts
-    ]
-    return _add_up(torch.cat(outputs).flatten(0, 1), tiles, expert_ids, expert_weights)
+    size = tiles.num_at_once(experts_up.shape[1], hidden.shape[1])
+    results = hidden.new_empty(*tiles.tokens.shape, hidden.shape[1])
+    parts = (each.split(size) for each in (results, tiles.tokens, tiles.experts))
+    for part, tokens, experts in zip(*parts, strict=True):
+        rows = hidden[tokens]  # (tiles, rows, width)
+        part.copy_(_multiply(rows, experts, experts_up, experts_down, config))
+    return _add_up(results.flatten(0, 1), tiles, expert_ids, expert_weights)
 
 
 class _Tiles:
@@ -126,9 +125,10 @@ class _Tiles:
         self.places = torch.empty_like(order).scatter_(0, order, places)
         self.places = self.places.view_as(expert_ids)
 
-    def num_at_once(self, matrix: Tensor, rows: Tensor) -> int:
+    def num_at_once(self, inner: int, width: int) -> int:
         """Count the tiles whose matrices and rows may be in memory together."""
-        return max(1, _MAX_GATHERED // max(matrix.numel(), len(rows) * len(matrix)))
+        height = self.tokens.shape[1]
+        return max(1, _MAX_GATHERED // max(inner * width, height * (inner + width)))
 
 
 def _tile_height(num_pairs: int, num_experts: int) -> int:
@@ -140,9 +140,9 @@ def _tile_height(num_pairs: int, num_experts: int) -> int:
 
 def _multiply(
     rows: Tensor,
+    experts: Tensor,
     experts_up: Tensor,
     experts_down: Tensor,
-    experts: Tensor,
     config: MoeConfig,
 ) -> Tensor:
     """Send the rows of each tile through its expert."""
