@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lockstep.batch import BatchMetadata
 from lockstep.config import Sizes
@@ -189,6 +192,42 @@ def test_tiles_of_any_size(
     step = make_step(SIZES, [Slice(40, 41), Slice(0, 1), Slice(15, 16)], pieces)
     assert_twins(SIZES, step)
     assert_twins(SIZES, step, build_padded(SIZES, step, Padding(2, 1, 40, 3)))
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor that is made."""
+
+    size = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and look at its result."""
+        result = func(*args, **kwargs or {})
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor):
+                self.size = max(self.size, made.numel())
+        return result
+
+
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_memory_is_that_of_few_tiles(
+    is_decode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where contexts are long, more rows do not take more memory at a time."""
+    attention, sizes = load("optimized", "attention"), []
+    monkeypatch.setattr(attention, "_MAX_POSITIONS", 1000)
+    attend = attention.attend_decode if is_decode else attention.attend_prefill
+    for count in (4, 8):
+        many = [Slice(470, 471 if is_decode else 470 + TILE)] * count
+        step = make_step(SIZES, many, []) if is_decode else make_step(SIZES, [], many)
+        batch = build("optimized", SIZES, step, all_logits=False)
+        queries = Heads.random(batch.shape.tokens).queries
+        blocks = pools(SIZES, step)
+        with Largest() as largest:
+            attend(queries, *blocks, SCALE, batch)
+        sizes.append(largest.size)
+    assert sizes[0] == sizes[1]
 
 
 @given(data=st.data(), padding=paddings())
