@@ -102,10 +102,8 @@ class PrefixCache:
         start = report.num_skipped_tokens
         source = self._state_slot(request, start)
         missing = num_blocks_for(length, self.sizes.block_size) - len(match.block_ids)
-        slot_id = self.slots.allocate_live()
         taken = self._reserve_all(match.block_ids, source, missing, plan)
         if taken is None:
-            self.slots.free_live_slot(slot_id)
             return False
         request.block_table = match.block_ids + taken
         request.num_shared_blocks = len(match.block_ids)
@@ -113,7 +111,7 @@ class PrefixCache:
         request.branch = report.matched_kv_tokens
         request.num_computed = start
         request.prefill_end = length
-        request.slot_id = slot_id
+        request.slot_id = self.slots.allocate_live()
         request.initial_slot_id = self.sizes.zero_slot if source is None else source
         request.admission_report = report
         return True

@@ -398,5 +398,7 @@ class Scheduler:
         request = self.find(request_id)
         if request not in self.running:
             raise PlanError(f"{request_id!r} cannot be preempted: it is not running")
+        if any(row.request_id == request_id for row in plan.rows):
+            raise PlanError(f"{request_id!r} cannot be preempted: it has a row")
         self.preempt(request)
         plan.preempted.append(request_id)
