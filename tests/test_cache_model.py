@@ -12,9 +12,20 @@ import pytest
 
 from lockstep.assemble import build_components
 
-from .cache_model import CacheModel, Expected, Prefix, User
+from .books import BLOCK, Action, Books, Setting, act, random_trace
+from .cache_model import (
+    CacheModel,
+    Expected,
+    Prefix,
+    User,
+    assert_agrees,
+    assert_same_content,
+)
 from .test_traces import DIRECTED, EVICTION_THEN_PREEMPTION
 from .traces import Add, Player, Step, Symbols, Trace, Turn
+
+#: The side under test is that of the bookkeeping.
+MODULE = "scheduler"
 
 SIZE = 2
 ABC = (1, 1, 2, 2, 3, 3)
@@ -142,6 +153,54 @@ def _keeps_old_decode_states(parts: Any) -> dict[str, Any]:
     return {"prefix_cache.PrefixCache": PrefixCache}
 
 
+class Agreeing:
+    """Bookkeeping with the cache model beside it."""
+
+    def __init__(self, side: str, setting: Setting) -> None:
+        """Begin with both empty."""
+        self.books = Books(side, setting)
+        self.model = CacheModel(
+            setting.num_blocks,
+            BLOCK,
+            setting.snapshot_slots,
+            setting.eviction == "ref_zero",
+            setting.needs_state,
+            setting.enabled,
+        )
+
+    def play(self, actions: list[Action]) -> None:
+        """Do all, then step until nothing is left, and compare after each."""
+        for action in actions:
+            self._act(action)
+        for _ in range(400):
+            if not self.books.scheduler.has_work:
+                return
+            self._act(("step", 1))
+        raise AssertionError("no end of steps")
+
+    def _act(self, action: Action) -> None:
+        if action[0] == "step":
+            for _ in range(action[1]):
+                assert_agrees(self.model, self.books, self.books.step())
+                self.books.check()
+            return
+        before = self.books.requests
+        act(self.books, action)
+        after = self.books.requests
+        for request in before:
+            if request not in after:
+                self.model.leave(request.request_id)
+        for request in after:
+            if request not in before:
+                reports = request.sampling.prompt_logprobs is not None
+                first = request.sampling.prompt_logprobs_from if reports else None
+                name, prompt = request.request_id, request.prompt_token_ids
+                self.model.arrive(name, prompt, first)
+        if action == ("reset", False):
+            self.model.forget_all()
+        assert_same_content(self.model, self.books)
+
+
 #: Chats whose states and blocks have to make way for each other.
 _CHATS = (
     *(Add((0, 0), 1, 18), Step(40), Add((1, 1), 1, 2), Step(9), Add((0, 0), 2, 2)),
@@ -181,7 +240,14 @@ def test_another_policy_is_noticed(fault: Callable[[Any], dict[str, Any]]) -> No
             Player(trace, model).play()
 
 
-def test_these_traces_agree_without_fault() -> None:
+def test_these_traces_agree_without_fault(side: str) -> None:
     """So what is noticed above is the fault."""
     for trace in _TRACES:
-        Player(trace, Symbols("reference")).play()
+        Player(trace, Symbols("reference", bookkeeping=side)).play()
+
+
+def test_random_traces_agree(side: str) -> None:
+    """Very many short ones, without an engine around the bookkeeping."""
+    for seed in range(150):
+        setting, actions = random_trace(seed, has_faults=False)
+        Agreeing(side, setting).play(actions)

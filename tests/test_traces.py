@@ -10,9 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from .conftest import SIDES
 from .trace_events import EVENTS
 from .traces import (
     BLOCK,
+    FAULTS,
     PHASES,
     AbortInStep,
     Add,
@@ -171,6 +173,31 @@ def test_exceptions_harm_nobody_else(side: str) -> None:
         assert all("Fault" in output.error for output in ended)
 
     play()
+
+
+def test_bookkeeping_of_either_side(side: str) -> None:
+    """An engine cannot tell whose scheduler, cache and pools it has."""
+    models = [Symbols(side, bookkeeping=each) for each in SIDES]
+    # One side takes blocks where the other need not ask.
+    faults = [phase for phase in FAULTS if phase != "allocate"]
+
+    @directed
+    @settings(max_examples=EXAMPLES)
+    @given(failing(12, faults))
+    def play(trace: Trace) -> None:
+        first, second = [Player(trace, model, side).play() for model in models]
+        assert second.events == first.events
+        for mine, theirs in zip(second.operations, first.operations, strict=True):
+            assert mine.name == theirs.name
+            if mine.record is not None and theirs.record is not None:
+                assert_same_record(mine.record, theirs.record)
+
+    play()
+
+
+def test_a_fault_in_an_admission_costs_no_slot(side: str) -> None:
+    """Blocks that cannot be had leave the live slot free."""
+    Player(Trace((Add((0,)), Fail("allocate"))), Symbols(side), side).play()
 
 
 def test_next_turn_computes_at_most_a_block_again(side: str) -> None:

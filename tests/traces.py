@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,13 @@ FAULTS = (
     *("commit", "register", "publish", "sample", "update"),
 )
 MAX_LENGTH = 160
+#: The components that know no tensors.
+BOOKKEEPING = (
+    "scheduler.Scheduler",
+    "prefix_cache.PrefixCache",
+    "kv_blocks.BlockPool",
+    "state_slots.StateSlots",
+)
 
 
 @dataclass(frozen=True)
@@ -247,12 +254,14 @@ def traces(max_episodes: int, max_depth: int = 4) -> st.SearchStrategy[Trace]:
 
 
 @st.composite
-def failing(draw: st.DrawFn, max_episodes: int) -> Trace:
+def failing(
+    draw: st.DrawFn, max_episodes: int, faults: Sequence[str] = FAULTS
+) -> Trace:
     """Draw a trace in which exceptions are thrown."""
     trace = draw(traces(max_episodes))
     actions = list(trace.actions)
     for _ in range(draw(st.integers(1, 4))):
-        fail = Fail(draw(st.sampled_from(FAULTS)), draw(st.sampled_from((0, 0, 1, 3))))
+        fail = Fail(draw(st.sampled_from(faults)), draw(st.sampled_from((0, 0, 1, 3))))
         actions.insert(draw(st.integers(0, len(actions))), fail)
     return replace(trace, actions=tuple(actions))
 
@@ -325,15 +334,20 @@ class RealModel:
 class Symbols:
     """The model without arithmetic; its truth is a formula."""
 
-    def __init__(self, side: str, layer_pattern: str = "M*") -> None:
+    def __init__(
+        self, side: str, layer_pattern: str = "M*", bookkeeping: str = ""
+    ) -> None:
         """Take the parts that draw tokens from a side.
 
         Args:
             side: The side.
             layer_pattern: ``M*``, ``M`` or ``*``: which pools there are.
+            bookkeeping: The side whose scheduler, cache and pools are used; that of
+                everything else when empty.
         """
         self.config = symbolic.model_config(layer_pattern)
         self.components: dict[str, Any] = {"model.Model": symbolic.SymbolicModel}
+        self.components |= dict.fromkeys(BOOKKEEPING, bookkeeping or side)
         self.parts = build_components(side)
         self.known: dict[tuple[tuple[int, ...], SamplingParams], Truth] = {}
 
@@ -390,8 +404,13 @@ class Hook:
         self.call()
 
     def components(self, side: str, replaced: dict[str, Any]) -> dict[str, Any]:
-        """Wrap components so that every phase of a step is noted."""
-        parts, reached = build_components(side), self.reached
+        """Wrap components so that every phase of a step is noted.
+
+        Args:
+            side: Where components come from.
+            replaced: Those that come from elsewhere.
+        """
+        parts, reached = build_components(side, replaced), self.reached
         scheduler: Any = parts.Scheduler
         cache: Any = parts.PrefixCache
         metadata: Any = parts.MetadataBuilder
@@ -429,6 +448,7 @@ class Hook:
             return parts.sample(*args)
 
         return {
+            **replaced,
             "scheduler.Scheduler": HookedScheduler,
             "prefix_cache.PrefixCache": HookedCache,
             "metadata.MetadataBuilder": HookedMetadata,
@@ -440,7 +460,6 @@ class Hook:
             ),
             "snapshots.copy_states": copy_states,
             "sampler.sample": sample,
-            **replaced,
         }
 
 
@@ -853,6 +872,8 @@ def assert_same_record(first: StepRecord, second: StepRecord) -> None:
     assert second.registered_blocks == first.registered_blocks
     assert second.stored_states == first.stored_states
     assert second.aborted == first.aborted
+    assert second.failed == first.failed
+    assert second.interrupted == first.interrupted
     assert list(second.logprobs) == list(first.logprobs)
     for name, values in first.logprobs.items():
         assert torch.equal(second.logprobs[name], values)

@@ -16,6 +16,7 @@ from tests.factories import model_config
 from tests.tolerances import assert_budgeted, assert_equal
 
 POOLS = ("kv_blocks.BlockPool", "state_slots.StateSlots")
+BOOKKEEPING = (*POOLS, "prefix_cache.PrefixCache", "scheduler.Scheduler")
 BUILDER = ("metadata.MetadataBuilder",)
 SCANS = ("scan.scan_decode", "scan.scan_prefill")
 #: Shared beginnings, whole blocks and parts of them.
@@ -55,6 +56,7 @@ def logprobs(result: Run, name: str) -> Tensor:
     "components",
     [
         POOLS,
+        BOOKKEEPING,
         BUILDER,
     ],
 )

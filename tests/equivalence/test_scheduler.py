@@ -1,0 +1,192 @@
+"""The scheduler against its twin, with the cache and pools of either side below it."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lockstep.request import Request
+from lockstep.trace import StepRecord
+from tests.books import BLOCK, Action, Books, Setting, act, random_trace
+
+MODULES = ("kv_blocks", "state_slots", "prefix_cache", "scheduler")
+
+#: The optimized side whole, and single parts of it in the reference.
+MIXES: dict[str, dict[str, str]] = {
+    "all": dict.fromkeys(MODULES, "optimized"),
+    **{module: {module: "optimized"} for module in MODULES},
+}
+#: What some of the traces must meet.
+EVENTS = (
+    *("preempted", "deferred", "evicted_blocks", "evicted_states"),
+    *("failed", "interrupted", "plan", "forward", "sample"),
+    *("max_requests", "max_tokens_per_step", "too few blocks for request"),
+    "a prompt was cut; its rest comes first",
+    "a request was preempted: there are too few blocks",
+    "cannot be preempted: it is not running",
+    "cannot be preempted: it has a row",
+    "has no decode row to come",
+    "has no prefill row to come",
+    "no unfinished request is named",
+    "the plan has two rows of one request",
+    "the plan computes tokens; a step may",
+    "the plan computes tokens to of which has",
+    "the plan computes tokens to of which stands at",
+    "the plan skips of tokens; are cached, with states at and logits are wanted after "
+    "token",
+)
+
+
+def without_times(request: Request) -> dict[str, Any]:
+    """Return all that is known of a request but when it happened."""
+    return {**vars(request), "timings": None}
+
+
+def essence(record: StepRecord) -> StepRecord:
+    """Return a copy of a record without times, which nothing that follows changes."""
+    finished = [replace(each, timings=None) for each in record.finished]  # type: ignore[arg-type]
+    return pickle.loads(pickle.dumps(replace(record, finished=finished)))
+
+
+def seen(books: Books) -> dict[str, Any]:
+    """Return all that can be seen between two steps."""
+    scheduler = books.scheduler
+    return {
+        "step": scheduler.step,
+        "admissions": scheduler.admissions,
+        "waiting": [without_times(request) for request in scheduler.waiting],
+        "running": [without_times(request) for request in scheduler.running],
+        "solo": [(request.request_id, end) for request, end in scheduler.solo],
+        "blocks": books.blocks.export_state(),
+        "slots": books.slots.export_state(),
+    }
+
+
+class Twins:
+    """Two sides to which the same happens."""
+
+    def __init__(self, setting: Setting, replaced: dict[str, str]) -> None:
+        """Begin with both empty."""
+        self.sides = Books("reference", setting), Books("reference", setting, replaced)
+        self.records: list[tuple[StepRecord, StepRecord]] = []
+
+    def act(self, action: Action) -> None:
+        """Do something to both and compare."""
+        first, second = self.sides
+        if action[0] == "hand over":
+            state = first.export_state()
+            first.import_state(second.export_state())
+            second.import_state(state)
+        for mine, theirs in zip(act(second, action), act(first, action), strict=True):
+            expected = essence(theirs)
+            assert essence(mine) == expected
+            self.records.append((mine, expected))
+        assert seen(second) == seen(first)
+        for books in self.sides:
+            books.check()
+
+    def run_dry(self) -> None:
+        """Step until nothing is left to do, and see that no plan changed afterwards."""
+        for _ in range(400):
+            if not self.sides[0].scheduler.has_work:
+                break
+            self.act(("step", 1))
+        assert not any(books.scheduler.has_work for books in self.sides)
+        for mine, expected in self.records:
+            assert mine.plan == expected.plan
+
+
+def play(seed: int, mix: str) -> Twins:
+    """Let one random trace happen to the reference and to a mix."""
+    setting, actions = random_trace(seed)
+    twins = Twins(setting, MIXES[mix])
+    for action in actions:
+        twins.act(action)
+    twins.run_dry()
+    return twins
+
+
+def events_of(twins: Twins) -> Counter[str]:
+    """Count what the traces are there for."""
+    counts: Counter[str] = Counter()
+    for record, _ in twins.records:
+        plan = record.plan
+        for name in ("preempted", "deferred", "evicted_blocks", "evicted_states"):
+            counts[name] += bool(getattr(plan, name))
+        counts[plan.blocked.split(" (")[0].split(" '")[0]] += 1
+        counts["failed"] += bool(record.failed)
+        counts["interrupted"] += bool(record.interrupted)
+        if words := record.eager_reason.split():
+            # Numbers and names are the request's own.
+            known = [word for word in words if not set("'[]0123456789") & set(word)]
+            counts[" ".join(known)] += 1
+    return counts
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_any_actions(mix: str) -> None:
+    """Same plans, evictions, state and errors, whatever happens, faults included."""
+    counts: Counter[str] = Counter()
+    for seed in range(300 if mix == "all" else 80):
+        counts.update(events_of(play(seed, mix)))
+    print("\n".join(f"{count:6d}  {name}" for name, count in counts.items()))
+    if mix == "all":
+        assert [name for name in EVENTS if not counts[name]] == []
+
+
+class Counting:
+    """Passes calls on to a cache and counts them."""
+
+    def __init__(self, cache: Any) -> None:
+        """Stand before a cache."""
+        self.cache = cache
+        self.counts: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        """Count, and pass on."""
+        self.counts[name] += 1
+        return getattr(self.cache, name)
+
+
+def crowd(num_waiting: int, **setting: Any) -> Books:
+    """Return the optimized side with many requests that have nothing in common."""
+    books = Books("optimized", Setting(num_blocks=400, **setting))
+    for index in range(num_waiting):
+        books.add([index, index + 1] * BLOCK, 40)
+    return books
+
+
+def test_a_queue_that_cannot_move_is_not_looked_at() -> None:
+    """No prompt of it is hashed or matched, however many there are."""
+    books = crowd(300, max_requests=4, max_tokens_per_step=100)
+    books.step()
+    books.scheduler.cache = cache = Counting(books.cache)
+    record = books.step()
+    assert record.plan.blocked.startswith("max_requests")
+    assert (cache.counts["first_missing"], cache.counts["admit"]) == (0, 0)
+    assert sum(cache.counts.values()) <= 4 * len(record.rows)
+    assert not any(request.hashes for request in books.scheduler.waiting)
+
+
+def test_a_step_looks_at_what_it_admits_and_one_more() -> None:
+    """The rest of the queue is left alone."""
+    books = crowd(300, max_requests=40, max_tokens_per_step=7 * 2 * BLOCK)
+    books.scheduler.cache = cache = Counting(books.cache)
+    record = books.step()
+    assert len(record.rows) == 7
+    assert (cache.counts["first_missing"], cache.counts["admit"]) == (7, 7)
+
+
+def test_rows_share_a_table_until_it_changes() -> None:
+    """A copy for each block that is completed, not for each token."""
+    books = crowd(1, max_requests=1)
+    tables = [books.step().rows[0].block_table for _ in range(20)]
+    assert len({id(table) for table in tables}) <= 2 + 2 * 20 // BLOCK
+    assert [len(table) for table in tables] == [
+        -(-(2 * BLOCK + generated) // BLOCK) for generated in range(20)
+    ]
+    assert tables[0] is not books.requests[0].block_table
