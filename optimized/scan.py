@@ -165,7 +165,12 @@ def _widen(
 
 def _per_head(projections: Tensor, config: MambaConfig) -> Tensor:
     """Give each head its group's: (many, groups, ...) to (many, heads, ...)."""
-    return projections.repeat_interleave(config.num_heads // config.num_groups, dim=1)
+    heads_per_group = config.num_heads // config.num_groups
+    # Not by `repeat_interleave`, which may ask the device for the length.
+    spread = projections.unsqueeze(2).expand(
+        -1, -1, heads_per_group, *projections.shape[2:]
+    )
+    return spread.flatten(1, 2)
 
 
 def _decays(steps: Tensor) -> Tensor:
