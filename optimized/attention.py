@@ -26,7 +26,7 @@ from lockstep.shapes import Keys, KvBlocks, Queries, TokenIds
 _TILE_TOKENS = 32
 #: Positions whose K/V is gathered at a time, which bounds the memory of a step however
 #: long its contexts are; one tile's may be more.
-_MAX_POSITIONS = 2**15
+_MAX_POSITIONS = 2**14
 
 
 def apply_rotary(
@@ -193,8 +193,8 @@ def _attend(
     values = values.to(wide).masked_fill(is_unseen[..., None, None], 0)
     # (tiles, kv_heads, heads / kv_heads, lanes, head_dim)
     grouped = queries.to(wide).unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    scores = grouped.flatten(2, 3) @ keys.to(wide).permute(0, 2, 3, 1) * scale
-    scores = scores.unflatten(2, (-1, num_lanes))
+    scores = grouped.flatten(2, 3) @ keys.to(wide).permute(0, 2, 3, 1)
+    scores = scores.mul_(scale).unflatten(2, (-1, num_lanes))
     # Not infinity: the softmax of a lane that sees nothing would be NaN.
     lowest = torch.finfo(wide).min
     weights = scores.masked_fill_(is_hidden[:, None, None], lowest).softmax(-1)
