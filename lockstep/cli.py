@@ -12,10 +12,11 @@ import inspect
 import json
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -96,6 +97,8 @@ LINES = (
     "My lord, I have not seen you so merry. What is the matter?",
     "And what says the king to it?",
 )
+#: Replies that are timed together.
+REPLIES = 8
 #: Kinds of layers by their letter.
 KINDS = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "mixture of experts"}
 
@@ -230,22 +233,29 @@ def lockstep(
 @app.command()
 def demo(
     device: Where = "auto",
-    backend: Side = "reference",
+    backend: Annotated[
+        str, typer.Option(help="reference, optimized, or both.")
+    ] = "both",
     max_tokens: Annotated[int, typer.Option(help="Longest reply, in tokens.")] = 48,
     seed: Annotated[int, typer.Option(help="Key of the random draws.")] = 32,
 ) -> None:
     """Let the packaged model answer two prompts; the second reuses the first."""
-    from lockstep.chat import Chat
-    from lockstep.llm import LLM
+    from lockstep.assemble import BACKENDS
 
     sampling = SamplingParams(temperature=0.5, max_tokens=max_tokens, seed=seed)
-    with console.status("loading the demo model"):
-        llm = LLM("demo", backend=backend, device=device, verbose=False)
-    show_model(llm)
-    scene = Chat(llm, sampling_params=sampling)
-    for turn, line in enumerate(LINES, start=1):
-        output = scene.send({"role": "user", "name": SPEAKER, "content": line})
-        show_turn(turn, line, output)
+    texts: list[list[str]] = []
+    speeds: list[str] = []
+    for side in BACKENDS if backend == "both" else (backend,):
+        llm = load_demo(side, device)
+        if not texts:
+            show_model(llm)
+        texts.append(play(llm, sampling, is_shown=not texts))
+        with console.status(f"{REPLIES} replies at once on the {side} backend"):
+            speeds.append(f"{side} {measure_replies(llm, sampling):,.0f} tokens/s")
+    if backend == "both":
+        same = "the same text" if texts[0] == texts[1] else "another text"
+        console.print(f"The optimized backend gave [bold green]{same}[/].")
+    console.print(f"{REPLIES} replies at once: {', '.join(speeds)}\n")
     console.print(f"Next: [bold]lockstep demo --seed {seed + 1} --max-tokens 100[/]")
 
 
@@ -585,6 +595,42 @@ def layer_table(counts: Mapping[str, tuple[int, int]], total: int) -> Table:
     layers = sum(layers for layers, _ in counts.values())
     table.add_row("", "all", str(layers), f"{total:,}", "", style="bold")
     return table
+
+
+def load_demo(backend: str, device: str) -> LLM:
+    """Load the packaged model."""
+    from lockstep.llm import LLM
+
+    with console.status(f"loading the demo model for the {backend} backend"):
+        return LLM("demo", backend=backend, device=device, verbose=False)
+
+
+def play(llm: LLM, sampling: SamplingParams, is_shown: bool) -> list[str]:
+    """Play the demonstration's scene; return the replies."""
+    from lockstep.chat import Chat
+
+    scene = Chat(llm, sampling_params=sampling)
+    replies: list[str] = []
+    for turn, line in enumerate(LINES, start=1):
+        output = scene.send({"role": "user", "name": SPEAKER, "content": line})
+        if is_shown:
+            show_turn(turn, line, output)
+        replies.append(output.text)
+    return replies
+
+
+def measure_replies(llm: LLM, sampling: SamplingParams) -> float:
+    """Return the tokens per second of several replies to the scene's first line.
+
+    A run before the one that is timed warms up and fills the cache.
+    """
+    message = {"role": "user", "name": SPEAKER, "content": LINES[0]}
+    draws = [replace(sampling, seed=seed, max_tokens=16) for seed in range(REPLIES)]
+    llm.chat([[message]], draws[0])
+    begin = time.perf_counter()
+    outputs = llm.chat([[message]] * REPLIES, draws)
+    seconds = time.perf_counter() - begin
+    return sum(len(output.token_ids) for output in outputs) / seconds
 
 
 def show_model(llm: LLM) -> None:

@@ -61,6 +61,12 @@ def test_the_first_screen() -> None:
     assert reused is not None
     assert int(reused[2]) > 0
     assert "Why: " in text
+    assert "The optimized backend gave the same text." in text
+    speeds = re.search(
+        r"8 replies at once: reference ([\d,]+) tokens/s, optimized ([\d,]+) tokens/s",
+        text,
+    )
+    assert speeds is not None and int(speeds[1].replace(",", "")) > 0
     assert lines[-1].startswith("Next: lockstep demo ")
 
 
@@ -267,7 +273,7 @@ def test_ctrl_c_ends_at_once() -> None:
 ERRORS = {
     "demo --device tpu9": "device is 'tpu9'",
     "demo --backend fast": "backend is 'fast'",
-    "demo --backend optimized": "the optimized backend has no engine yet",
+    "demo --backend optimized --device tpu9": "device is 'tpu9'",
     "demo --max-tokens 0": "max_tokens is 0",
     "demo --max-tokens 9999": "prompt 0: a prompt of",
     "demo --seed -1": "seed is -1",
