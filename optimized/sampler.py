@@ -77,7 +77,7 @@ def _is_likely(scaled: Tensor, draws: Draws) -> Tensor:
     is_left = ranks < num_left
     masses = ordered.double().exp_()
     sums = masses.cumsum(1)
-    is_too_few = is_left & (sums < top_ps * sums.gather(1, num_left - 1))
+    is_too_few = sums < top_ps * sums.gather(1, num_left - 1)
     num_enough = is_too_few.sum(1, keepdim=True) + 1
     is_left &= (ranks < num_enough) | ~(top_ps < 1)
     is_left &= (masses >= min_ps) | ~(min_ps > 0)

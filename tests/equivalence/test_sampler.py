@@ -130,6 +130,22 @@ def test_a_large_vocabulary() -> None:
     assert_same(randn(24, 20011) * 4, random_draws(24, 20011, source))
 
 
+@pytest.mark.parametrize("vocab_size", [37, 5003])
+def test_filters_leave_the_same_tokens(vocab_size: int) -> None:
+    """To the very last token, which sums in fewer bits would take for another."""
+    source = random.Random(vocab_size)
+    logits = randn(200, vocab_size) * 2
+    draws = random_draws(200, vocab_size, source)
+    draws = draws._replace(top_ps=torch.linspace(0.01, 0.99999, 200).double())
+    scaled = logits - logits.amax(1, keepdim=True)
+    actual = load("optimized", "sampler")._is_likely(scaled, draws)
+    for row, values in enumerate(scaled):
+        likeliest = load("reference", "sampler")._likeliest
+        expected = torch.zeros(vocab_size, dtype=torch.bool)
+        expected[likeliest(values, take(draws, row))] = True
+        assert_equal(actual[row], expected)
+
+
 @pytest.mark.parametrize("num_logits", [1, 37, 111, 185])
 def test_rows_in_parts(monkeypatch: pytest.MonkeyPatch, num_logits: int) -> None:
     """Where memory bounds the rows at once, their tokens stay the same."""

@@ -217,18 +217,19 @@ def test_experts_equal_transformers(side: str, config: MoeConfig) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sum_is_rounded_once(side: str, dtype: torch.dtype) -> None:
-    """Experts are added in ascending id, in the dtype of the weights."""
-    apply, config = load(side, "moe").apply_experts, replace(MOE, top_k=4)
-    hidden, matrices = randn(9, HIDDEN, dtype=dtype), expert_parameters(MOE, HIDDEN)
-    matrices = [matrix.to(dtype) for matrix in matrices]
+    """Experts are weighed and added in ascending id, in the dtype of the weights."""
+    config, hidden = replace(MOE, top_k=4), randn(30, HIDDEN, dtype=dtype)
     ids, weights = route(side, hidden, config)
-    total = torch.zeros(9, HIDDEN, dtype=weights.dtype)
+    # Of each expert one column is left, which one feature, a one, lets through.
+    up, down = (torch.zeros_like(m) for m in expert_parameters(MOE, HIDDEN, dtype))
+    up[:, 0, 0], down[:, :, 0] = 1, randn(MOE.num_experts, HIDDEN, dtype=dtype)
+    hidden[:, 0] = 1
+    total = torch.zeros(30, HIDDEN, dtype=weights.dtype)
     for choice in range(4):
-        alone, one = ids[:, choice, None], torch.ones_like(weights[:, :1])
-        result = apply(hidden, alone, one, *matrices, config)
+        result = down[ids[:, choice], :, 0]
         total += weights[:, choice, None] * result.to(total.dtype)
-    together = apply(hidden, ids, weights, *matrices, config)
-    assert_consistent(side, "experts", together, total.to(dtype))
+    apply = load(side, "moe").apply_experts
+    assert_equal(apply(hidden, ids, weights, up, down, config), total.to(dtype))
 
 
 def test_no_expert_adds_nothing(side: str) -> None:
