@@ -130,20 +130,19 @@ def test_a_large_vocabulary() -> None:
     assert_same(randn(24, 20011) * 4, random_draws(24, 20011, source))
 
 
-@pytest.mark.parametrize("vocab_size", [37, 5003])
-def test_filters_leave_the_same_tokens(vocab_size: int) -> None:
-    """To the very last token, which sums in fewer bits would take for another."""
-    source = random.Random(vocab_size)
-    logits = randn(200, vocab_size) * 2
-    draws = random_draws(200, vocab_size, source)
-    draws = draws._replace(top_ps=torch.linspace(0.01, 0.99999, 200).double())
-    scaled = logits - logits.amax(1, keepdim=True)
+@pytest.mark.parametrize("top_k", [0, 70])
+def test_top_p_is_judged_in_float64(top_k: int) -> None:
+    """Shares between a sum and the same in float32 part what is kept from the rest."""
+    values = randn(99).sort(descending=True).values
+    values = values - values[0]
+    sums = values[: top_k or 99].double().exp().cumsum(0)
+    shares = (sums + sums.float()) / 2 / sums[-1]
+    draws = make_draws(len(sums), top_ks=top_k)._replace(top_ps=shares)
+    scaled = values.expand(len(sums), -1)
     actual = load("optimized", "sampler")._is_likely(scaled, draws)
-    for row, values in enumerate(scaled):
-        likeliest = load("reference", "sampler")._likeliest
-        expected = torch.zeros(vocab_size, dtype=torch.bool)
-        expected[likeliest(values, take(draws, row))] = True
-        assert_equal(actual[row], expected)
+    likeliest = load("reference", "sampler")._likeliest
+    kept = [len(likeliest(values, take(draws, row))) for row in range(len(sums))]
+    assert_equal(actual.sum(1), torch.tensor(kept))
 
 
 @pytest.mark.parametrize("num_logits", [1, 37, 111, 185])
