@@ -28,12 +28,12 @@ class Engine(Lifecycle):
 
     def _start(self) -> None:
         """Make the padded shapes known, and capture their graphs if asked for."""
-        config = self.engine_config
-        shapes = self.sizes.graph_shapes
+        config, shapes = self.engine_config, self.sizes.graph_shapes
         self.graphs = GraphRunner(
             config.graphs or "off",
             lambda batch: self.model.forward(batch, self.caches),
-            [self.metadata._pad(shape, config.record_logprobs) for shape in shapes],
+            lambda shape: self.metadata._pad(shape, config.record_logprobs),
+            shapes,
         )
         if config.graphs in ("decode", "all"):
             with torch.inference_mode():

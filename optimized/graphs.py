@@ -8,7 +8,7 @@ over in one buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,19 +54,22 @@ class GraphRunner:
         self,
         mode: GraphMode,
         forward: Callable[[BatchMetadata], Tensor],
-        padding: list[BatchMetadata],
+        pad: Callable[[BatchShape], BatchMetadata],
+        shapes: Sequence[BatchShape],
     ) -> None:
         """Note what has fixed addresses; nothing is captured yet.
 
         Args:
             mode: What was asked for.
             forward: The model.
-            padding: A step of padding alone for every shape, whose arrays are those
-                that every step of the shape will have; ascending.
+            pad: Makes a step of padding alone, whose arrays are those that every step
+                of the shape will have; until the next step is made.
+            shapes: All padded shapes, ascending.
         """
         self.mode: GraphMode = mode
         self._forward = forward
-        self._padding = {_Extents.of(batch): batch for batch in padding}
+        self._pad = pad
+        self._padded = {_Extents.of(pad(shape)) for shape in shapes}
         self._graphs: dict[_Extents, torch.cuda.CUDAGraph] = {}
         self._logits = torch.empty(0)
 
@@ -75,7 +78,7 @@ class GraphRunner:
         if self.mode == "off":
             return Forward(self._forward(batch), "eager", "")
         extents = _Extents.of(batch)
-        if extents not in self._padding:
+        if extents not in self._padded:
             return Forward(self._forward(batch), "eager", self._why_eager(batch))
         if extents not in self._graphs:
             return Forward(self._forward(batch), "padded", "")
@@ -89,7 +92,8 @@ class GraphRunner:
         compiled, at a first call.
         """
         pool = torch.cuda.graph_pool_handle()
-        for extents, batch in reversed(self._padding.items()):
+        for extents in sorted(self._padded, reverse=True):
+            batch = self._pad(extents.shape)
             logits = self._forward(batch)
             if len(logits) > len(self._logits):
                 self._logits = torch.zeros_like(logits)

@@ -138,7 +138,11 @@ class _Frame:
         starts, ends = torch.empty_like(arising), torch.empty_like(arising)
         carry = ssm_states.new_zeros(arising.shape[1:])
         for chunk in range(len(arising)):
-            start = torch.where(is_first[chunk], initial[rows[chunk]], carry)
+            start = torch.where(
+                is_first[chunk],
+                initial.index_select(0, rows[chunk : chunk + 1])[0],
+                carry,
+            )
             starts[chunk] = start
             end = torch.addcmul(arising[chunk], decay[chunk], starts[chunk])
             ends[chunk] = carry = end.to(ssm_states.dtype)

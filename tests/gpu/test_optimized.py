@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_engines_come_and_go() -> None:
         engine.add(text(20), greedy(4))
         assert len(drain(engine).outputs) == 1
         del engine
+        gc.collect()
         torch.cuda.synchronize()
         used.append(torch.cuda.memory_allocated())
     assert used[-1] <= used[1]
