@@ -24,9 +24,17 @@ if DEVICE := os.environ.get("LOCKSTEP_TEST_DEVICE", ""):
 ROOT = Path(__file__).resolve().parents[1]
 SIDES = ("reference", "optimized")
 
+# Read when triton is imported: without a GPU, its kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Every call of a side has its shapes and dtypes checked; without beartype, none has.
+# Kernels are no Python that could be checked.
+CHECKED = [
+    f"lockstep.{s}.{path.stem}" for s in SIDES for path in (ROOT / s).glob("*.py")
+]
 if importlib.util.find_spec("beartype"):
-    install_import_hook([f"lockstep.{side}" for side in SIDES], "beartype.beartype")
+    install_import_hook(CHECKED, "beartype.beartype")
 
 try:
     from hypothesis import HealthCheck, settings

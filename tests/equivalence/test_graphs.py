@@ -303,8 +303,11 @@ def test_a_loop_is_refused_where_steps_are_padded() -> None:
     ],
     ids=str,
 )
-def test_what_a_cpu_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
+def test_what_a_cpu_cannot_do_is_refused(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With what to use instead."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     config = EngineConfig(**options)
     with pytest.raises(ConfigError, match=message):
         settle_options(config, "optimized", CPU)
