@@ -64,7 +64,9 @@ def build_cold(shape: str, graphs: str) -> tuple[Any, float]:
     return engine, time.perf_counter() - begin
 
 
-def serve(engine: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> Counter[str]:
+def serve(
+    engine: Any, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> Counter[str]:
     """Serve prompts to the end; count steps by what ran them, and the reads."""
     sampling = SamplingParams(
         temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0
