@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.batch import BatchMetadata
 from lockstep.lifecycle import Lifecycle
 from lockstep.plan import RowPlan, StepPlan
+from lockstep.request import Request
 from lockstep.trace import StepRecord
 
 from .graphs import GraphRunner, show_progress
@@ -122,9 +123,12 @@ class Engine(Lifecycle):
         Logits are packed, so where a row's begin follows from the rows before it.
         """
         reports: list[_Report] = []
+        requests = {row.request_id: self._find(row) for row in plan.rows}
+        if not any(map(_asks_for_reports, requests.values())):
+            return reports
         offset = num_drawn = 0
         for row in plan.decode_rows + plan.prefill_rows:
-            request = self._find(row)
+            request = requests[row.request_id]
             positions = request.logit_positions(row.start, row.end, row.samples)
             first, wanted = offset, request.prompt_logit_positions
             if self.engine_config.record_logprobs:
@@ -201,6 +205,12 @@ class _Report(NamedTuple):
     def is_drawn(self) -> bool:
         """Whether the token is drawn, or forced, in this step."""
         return self.draw >= 0
+
+
+def _asks_for_reports(request: Request) -> bool:
+    """Say whether any log-probability of a request is to be read."""
+    sampling = request.sampling
+    return sampling.logprobs is not None or sampling.prompt_logprobs is not None
 
 
 def _as_index(token: Tensor | int, device: torch.device) -> Tensor:
