@@ -24,8 +24,8 @@ from tests.factories import load
 BLOCK = 4
 #: Calls and phases in which a fault can be thrown.
 FAULTS = (
-    *("plan", "allocate", "reserve", "forward", "register", "publish"),
-    *("sample", "update"),
+    *("plan", "first_missing", "allocate", "reserve", "forward", "register"),
+    *("publish", "sample", "update"),
 )
 #: How a recorded plan is spoilt before it is replayed; the first leaves it as it is.
 CHANGES = (
@@ -123,7 +123,7 @@ class Books:
         self.slots = self._pool("state_slots", "StateSlots", "reserve", "publish")(
             sizes.max_requests, sizes.snapshot_slots
         )
-        self.cache = self._part("prefix_cache", "PrefixCache")(
+        self.cache = self._pool("prefix_cache", "PrefixCache", "first_missing")(
             self.blocks,
             self.slots,
             sizes,
@@ -139,7 +139,7 @@ class Books:
         return getattr(load(self.replaced.get(module, self.side), module), name)
 
     def _pool(self, module: str, name: str, *methods: str) -> Any:
-        """Return a pool whose methods can throw before they change anything."""
+        """Return a class whose methods can throw before they change anything."""
         base, trap = self._part(module, name), self.trap
 
         class Pool(base):
@@ -239,6 +239,7 @@ class Books:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         self.scheduler.remove(request)
+        assert request.state is RequestState.FINISHED
         self.ended.append(request.token_ids)
 
     def _recover(self, error: Exception, record: StepRecord) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.blocks import BlockHash, extend_hashes
 from lockstep.errors import IntegrityError, OutOfBlocksError
+from lockstep.state import BlockPoolState
 from tests.conftest import SIDES
 from tests.factories import load
 
@@ -180,13 +183,115 @@ def test_edge_counts(count: int) -> None:
     assert sides[0].pool.export_state() == sides[1].pool.export_state()
 
 
-@pytest.mark.parametrize("counter", ["_num_children", "_num_evictable"])
-def test_integrity_sees_wrong_counts(counter: str) -> None:
+@pytest.mark.parametrize(
+    ("counter", "message"),
+    [
+        ("_num_children", "^children are not counted right$"),
+        ("_num_evictable", "^1 blocks are counted as evictable; 0 are$"),
+    ],
+)
+def test_integrity_sees_wrong_counts(counter: str, message: str) -> None:
     """What only the optimized side counts is checked too."""
     side = Tables("optimized", "lru")
     side.admit([1, 0])
     side.register(0, 2)
     side.pool.check_integrity(side.tables)
     setattr(side.pool, counter, getattr(side.pool, counter) + 1)
-    with pytest.raises(IntegrityError, match="counted"):
+    with pytest.raises(IntegrityError, match=message):
         side.pool.check_integrity(side.tables)
+
+
+def test_evictions_from_a_large_forest() -> None:
+    """Of many leaves, the oldest go first, however many at once."""
+    source, size = random.Random(0), 400
+    pools = [load(side, "kv_blocks").BlockPool(size, "lru") for side in SIDES]
+    state = pools[0].export_state()
+    state.free = []
+    state.hashes = {b: BlockHash(b.to_bytes(2, "big") * 16) for b in range(size)}
+    state.parents = {b: source.randrange(b) for b in range(size // 2, size)}
+    state.last_use = {block: source.randrange(1000) for block in range(size)}
+    state.clock = 1000
+    for pool in pools:
+        pool.import_state(state)
+    for count in (1, 2, 3, 30, 60, 7, 1, 90):
+        first, second = [pool.allocate(count) for pool in pools]
+        assert tuple(first) == tuple(second)
+
+
+def lose_time_of_use(state: BlockPoolState, tables: list[list[int]]) -> None:
+    """A cached block was never let go."""
+    state.last_use.pop(next(iter(state.hashes)))
+
+
+def cache_twice(state: BlockPoolState, tables: list[list[int]]) -> None:
+    """Two blocks hold the same content."""
+    first, second, *_ = state.hashes
+    state.hashes[second] = state.hashes[first]
+
+
+def lose_parent(state: BlockPoolState, tables: list[list[int]]) -> None:
+    """A block is cached on top of one that is not."""
+    child, parent = next(iter(state.parents.items()))
+    for entries in (state.hashes, state.last_use):
+        del entries[parent]
+    state.parents = {child: parent}
+
+
+def hold_child_alone(state: BlockPoolState, tables: list[list[int]]) -> None:
+    """A block is held, and what it continues is not."""
+    child = list(state.parents)[-1]
+    state.holders = {child: 1}
+    tables[:] = [[child]]
+    state.free = [
+        block
+        for block in range(NUM_BLOCKS)
+        if block not in state.hashes and block != child
+    ]
+
+
+def miscount(state: BlockPoolState, tables: list[list[int]]) -> None:
+    """A block counts a holder too many."""
+    state.holders[tables[0][1]] += 1
+
+
+def repeat(state: BlockPoolState, tables: list[list[int]]) -> None:
+    """A table names a block twice."""
+    tables[0].append(tables[0][0])
+    state.holders[tables[0][0]] += 1
+
+
+def free_held(state: BlockPoolState, tables: list[list[int]]) -> None:
+    """A held block is free as well."""
+    state.free[0] = tables[0][0]
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lose_time_of_use, "blocks with a hash and blocks with a time of use differ"),
+        (cache_twice, "the two hash maps are not inverse to each other"),
+        (lose_parent, r"block \d is cached on top of \d, which is not"),
+        (hold_child_alone, r"is held, its parent \d is not"),
+        (miscount, r"counts \d holders; \d tables contain it"),
+        (repeat, r"a table repeats a block: \[.*\]"),
+        (free_held, r"\d free \+ \d held \+ \d cached blocks are not 9 different ones"),
+    ],
+)
+def test_both_say_the_same_of_broken_books(corrupt: Any, message: str) -> None:
+    """Word for word."""
+    source = Tables("reference", "lru")
+    source.admit([1, 1, 0])
+    source.register(0, 3)
+    source.admit([1, 0])
+    source.register(1, 2)
+    said: list[str] = []
+    for side in SIDES:
+        heir = Tables(side, "lru")
+        state = copy.deepcopy(source.pool.export_state())
+        tables = copy.deepcopy(source.tables)
+        corrupt(state, tables)
+        heir.pool.import_state(state)
+        with pytest.raises(IntegrityError, match=rf"{message}$") as caught:
+            heir.pool.check_integrity(tables)
+        said.append(str(caught.value))
+    assert said[0] == said[1]

@@ -96,7 +96,9 @@ class User:
         if request is None or request.num_computed < request.prefill_end:
             return None
         request.token_ids.append(self.source.randrange(2))
-        if not self.cache.grow(request, plan):
+        grown = self.cache.grow(request, plan)
+        assert grown is True or grown is False
+        if not grown:
             request.token_ids.pop()
             return plan
         end = request.num_computed + 1
@@ -164,3 +166,13 @@ def test_the_first_gap_is_found_by_few_look_ups() -> None:
     books.blocks.lookup = lookup
     assert books.cache.first_missing(request) == request.hashes[617]
     assert len(asked) <= len(request.hashes).bit_length()
+
+
+def test_a_prompt_without_room_is_not_matched() -> None:
+    """Where even all that can be evicted is too little, that is all there is to see."""
+    books = Books("optimized")
+    matched: list[object] = []
+    books.blocks.match = matched.append
+    request = make_request(0, [1] * BLOCK * 11)
+    assert books.cache.admit(request, StepPlan()) is False
+    assert matched == []

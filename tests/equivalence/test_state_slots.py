@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.blocks import ROOT_HASH, BlockHash, hash_block
 from lockstep.errors import IntegrityError
+from lockstep.state import StateSlotsState
 from tests.conftest import SIDES
 from tests.factories import load
 
@@ -157,3 +159,56 @@ def test_integrity_sees_maps_that_differ() -> None:
     user.slots._hashes[user.slots.lookup(key(1))] = key(2)
     with pytest.raises(IntegrityError, match="not inverse"):
         user.slots.check_integrity([], [key(1)])
+
+
+def own_twice(state: StateSlotsState) -> None:
+    """A live slot is free twice."""
+    state.free_live.append(0)
+
+
+def lose_snapshot(state: StateSlotsState) -> None:
+    """A snapshot slot is neither free nor stored."""
+    state.free_snapshots.pop()
+
+
+def lose_time_of_use(state: StateSlotsState) -> None:
+    """A stored state was never used."""
+    state.last_use.popitem()
+
+
+def replace_nothing(state: StateSlotsState) -> None:
+    """A state may be replaced that is not stored."""
+    state.replaceable.add(key(7))
+
+
+def forget_block(state: StateSlotsState) -> None:
+    """A state is stored on a block that is not cached."""
+    state.stored = {key(6) if k == key(1) else k: s for k, s in state.stored.items()}
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (own_twice, r"live slots, free and owned, are \[0, 0, 1\]"),
+        (lose_snapshot, r"snapshot slots, free and stored, are \[2, 3, 4\]"),
+        (lose_time_of_use, "stored slots and slots with a time of use differ"),
+        (replace_nothing, "states are called replaceable that are not stored"),
+        (forget_block, r"slots \[\d\] hold states of blocks not cached"),
+    ],
+)
+def test_both_say_the_same_of_broken_books(corrupt: Any, message: str) -> None:
+    """Word for word."""
+    source = User("reference", 2, 4)
+    for name in (1, 2, 4):
+        source.reserve(name)
+        source.publish(name)
+    said: list[str] = []
+    for side in SIDES:
+        heir = User(side, 2, 4)
+        state = copy.deepcopy(source.slots.export_state())
+        corrupt(state)
+        heir.slots.import_state(state)
+        with pytest.raises(IntegrityError, match=rf"{message}$") as caught:
+            heir.slots.check_integrity([], [key(1), key(2), key(4)])
+        said.append(str(caught.value))
+    assert said[0] == said[1]
