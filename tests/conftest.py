@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,12 +62,14 @@ else:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give ``side`` to tests of mirrored modules: each side that has the module.
 
-    The module is named by the test file (``test_scan.py``) or by its ``MODULE``.
+    The module is named by the test file (``test_scan.py``) or by its ``MODULE``. A file
+    that says ``PADDED`` runs once more on the optimized side at padded shapes.
     """
     if "side" in metafunc.fixturenames:
         stem = metafunc.definition.path.stem.removeprefix("test_")
         name = getattr(metafunc.module, "MODULE", stem)
         sides = [side for side in SIDES if (ROOT / side / f"{name}.py").exists()]
+        sides += ["padded"] if getattr(metafunc.module, "PADDED", False) else []
         metafunc.parametrize("side", sides)
 
 
@@ -86,3 +90,16 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Tensor, "new_empty"),
     ):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many tokens two engines might have drawn differently, if any test did."""
+    totals: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            totals.update(dict(getattr(report, "user_properties", ())))
+    for dtype in ("float32", "bfloat16"):
+        if tokens := totals[f"tokens of {dtype}"]:
+            terminalreporter.write_line(
+                f"{dtype}: {totals[f'ties of {dtype}']} of {tokens} tokens were ties"
+            )

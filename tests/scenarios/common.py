@@ -14,7 +14,14 @@ from lockstep.config import ModelConfig
 from lockstep.plan import CacheReport, RowKind, RowPlan
 from lockstep.request import RequestOutput, SamplingParams
 from lockstep.trace import StepRecord
-from tests.engines import Run, assert_equals_lone, drain, greedy, serve
+from tests.engines import (
+    Run,
+    assert_equals_lone,
+    backend_of,
+    drain,
+    greedy,
+    serve,
+)
 from tests.factories import model_config
 
 #: Tokens in a block and in a scan chunk, unless a test says otherwise.
@@ -123,7 +130,7 @@ def hash_blocks(tokens: Sequence[int], block_size: int = BLOCK) -> list[BlockHas
 
 def part(side: str, name: str) -> Any:
     """Return a component of a side by its symbol."""
-    return getattr(build_components(side), name)
+    return getattr(build_components(backend_of(side)), name)
 
 
 def watched(side: str, name: str, watch: Callable[..., None]) -> Callable[..., Any]:

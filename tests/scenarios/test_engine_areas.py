@@ -36,6 +36,7 @@ from tests.scenarios.common import (
 )
 
 MODULE = "engine"
+PADDED = True
 
 MODEL = tiny("M*")
 ATTENTION = tiny("*")

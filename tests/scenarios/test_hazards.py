@@ -36,6 +36,7 @@ from tests.scenarios.common import (
 from tests.tolerances import assert_logprobs
 
 MODULE = "engine"
+PADDED = True
 
 MODEL = tiny("M*")
 FOUR = greedy(4)
@@ -135,11 +136,15 @@ def test_a_copy_that_goes_leaves_the_other_findable(side: str) -> None:
 
 
 def test_a_step_keeps_to_a_budget_that_is_no_round_number(side: str) -> None:
-    """Nothing rounds the tokens of a step up beyond what it may compute."""
+    """Nothing rounds the tokens of a step up beyond what it may compute.
+
+    A padded step has room for decoding rows besides.
+    """
     engine = make_engine(MODEL, side, max_tokens_per_step=37)
     _, run = serve_equal(engine, [text(50, seed) for seed in range(4)], FOUR)
     assert any(record.shape.tokens == 37 for record in run.records)
-    assert all(record.padded_shape.tokens <= 37 for record in run.records)
+    assert all(record.shape.tokens <= 37 for record in run.records)
+    assert all(record.padded_shape.prefill_tokens <= 37 for record in run.records)
 
 
 def test_two_rows_at_one_boundary_share_a_slot(side: str) -> None:

@@ -102,6 +102,7 @@ from lockstep.request import Request, SamplingParams
 from tests.engines import (
     Run,
     assert_equals_lone,
+    backend_of,
     drain,
     greedy,
     make_engine,
@@ -130,6 +131,7 @@ from tests.scenarios.common import (
 from tests.tolerances import assert_consistent, assert_reports
 
 MODULE = "engine"
+PADDED = True
 
 MODEL = tiny("M*")
 FOUR = greedy(4)
@@ -376,7 +378,11 @@ def test_a_cache_that_can_do_nothing_warns(
     config = EngineConfig(**settings)
     with pytest.warns(UserWarning, match=message):
         LLM.from_config(
-            MODEL, engine_config=config, backend=side, device="cpu", verbose=False
+            MODEL,
+            engine_config=config,
+            backend=backend_of(side),
+            device="cpu",
+            verbose=False,
         )
 
 
