@@ -2,8 +2,8 @@
 
 A trace is a list of actions and the sizes of an engine. `Player.play` runs it. After
 each step it holds the engine to the rules: computed log-probabilities and tokens equal
-those of the request alone, the plan keeps to its budgets, and the brute-force cache
-model agrees.
+those of the request alone, as closely as a side promises; the plan keeps to its
+budgets; and the brute-force cache model agrees.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from lockstep.trace import StepRecord
 
 from . import symbolic
 from .cache_model import CacheModel, assert_agrees, assert_same_content
-from .engines import lone, make_engine
+from .engines import backend_of, lone, make_engine
+from .tolerances import assert_logprobs, assert_reports
 from .trace_events import Watcher
 
 BLOCK = 16
@@ -313,7 +314,13 @@ class Truth:
 
 
 class RealModel:
-    """A tiny model with witness weights, and the lone run as its truth."""
+    """A tiny model with witness weights, and the lone run as its truth.
+
+    Attributes:
+        is_exact: Whether arithmetic leaves nothing to round.
+    """
+
+    is_exact = False
 
     def __init__(self, config: ModelConfig) -> None:
         """Keep the model.
@@ -334,6 +341,8 @@ class RealModel:
 class Symbols:
     """The model without arithmetic; its truth is a formula."""
 
+    is_exact = True
+
     def __init__(
         self, side: str, layer_pattern: str = "M*", bookkeeping: str = ""
     ) -> None:
@@ -347,8 +356,8 @@ class Symbols:
         """
         self.config = symbolic.model_config(layer_pattern)
         self.components: dict[str, Any] = {"model.Model": symbolic.SymbolicModel}
-        self.components |= dict.fromkeys(BOOKKEEPING, bookkeeping or side)
-        self.parts = build_components(side)
+        self.components |= dict.fromkeys(BOOKKEEPING, bookkeeping or backend_of(side))
+        self.parts = build_components(backend_of(side))
         self.known: dict[tuple[tuple[int, ...], SamplingParams], Truth] = {}
 
     def truth(self, prompt: list[int], sampling: SamplingParams) -> Truth:
@@ -410,7 +419,7 @@ class Hook:
             side: Where components come from.
             replaced: Those that come from elsewhere.
         """
-        parts, reached = build_components(side, replaced), self.reached
+        parts, reached = build_components(backend_of(side), replaced), self.reached
         scheduler: Any = parts.Scheduler
         cache: Any = parts.PrefixCache
         metadata: Any = parts.MetadataBuilder
@@ -537,6 +546,8 @@ class Player:
         self.before_each = before_each
         self.model = model
         self.side = side
+        #: The side whose promise log-probabilities are held to.
+        self.promise = "reference" if model.is_exact else side
         self.hook = Hook()
         self.engine = make_engine(
             model.config,
@@ -723,6 +734,7 @@ class Player:
         self.before_each(self)
         record: StepRecord = self.engine.step()
         self.operations.append(Operation("step", record=record))
+        self.events[f"{record.mode} step"] += bool(record.rows)
         self._check_rows(record)
         if self.is_modelled:
             assert not record.failed and not record.interrupted
@@ -740,9 +752,8 @@ class Player:
                 continue
             truth = self.model.truth(self.prompts[name], self.sampling[name])
             computed = record.logprobs[name]
-            assert torch.equal(computed, truth.logprobs[row.start : row.end]), (
-                f"{name}: log-probabilities of {row.start} to {row.end} differ"
-            )
+            expected = truth.logprobs[row.start : row.end]
+            assert_logprobs(self.promise, computed, expected)
             assert (name in record.tokens) == row.samples or not self.is_modelled
             if name in record.tokens:
                 place = row.end - len(self.prompts[name])
@@ -816,7 +827,7 @@ class Player:
                     assert report is None
                     continue
                 expected = reported(truth.logprobs[before], tokens[index], count)
-                assert report == expected
+                assert_reports(self.promise, [report], [expected])
 
     def _run_dry(self) -> None:
         """Step until all is done; more steps than tokens to compute mean a livelock."""
