@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep import LLM, EngineConfig, RandomWeights
 from lockstep.blocks import BlockHash, extend_hashes
-from tests import witness
+from tests import matrix, witness
 from tests.checkpoints import save
 from tests.engines import greedy, make_engine
 from tests.factories import MODEL_NAMES, model_config
@@ -129,6 +129,12 @@ def test_engine_models(name: str) -> None:
 def test_models_of_random_traces(name: str) -> None:
     """Those that random traces run on."""
     assert_sees_all(make_engine(witness.model_config(name), debug=()))
+
+
+@pytest.mark.parametrize("name", matrix.MODELS)
+def test_models_of_the_matrix(name: str) -> None:
+    """Those on which both engines are held together."""
+    assert_sees_all(make_engine(matrix.MODELS[name], debug=()))
 
 
 @pytest.mark.filterwarnings("ignore:there are 4 snapshot slots")

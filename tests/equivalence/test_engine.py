@@ -1,0 +1,145 @@
+"""Both engines, whole: the same work, compared step by step and position by position.
+
+The reference plays first. The optimized engine then gets the same requests and, step by
+step, the reference's tokens, so that one token that might as well have been another
+does not end the comparison; what it would have drawn is compared all the same. Its own
+plans must be the reference's; at padded shapes it is then given the recorded plans too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from lockstep.plan import CacheReport, RowPlan
+from lockstep.request import SamplingParams
+from lockstep.trace import StepRecord
+from tests.engines import Run, greedy, lone
+from tests.following import Ties, Twin, compare_draws, follow, twin_of
+from tests.matrix import (
+    ALL,
+    GRAPHS,
+    MODELS,
+    SCAN_CHUNK,
+    SHORT_MODELS,
+    Row,
+    all_rows,
+    expected_events,
+    options,
+    pairwise,
+    recorded,
+    seen_events,
+    shard,
+)
+from tests.scenarios.common import text
+from tests.tolerances import assert_logprobs
+
+Note = Callable[[str, object], None]
+
+#: ``SHARD=0/8 python -m pytest tests/equivalence/test_engine.py`` runs an eighth of the
+#: whole matrix instead of its cover.
+SHARD = os.environ.get("SHARD", "")
+ROWS = shard(all_rows(), SHARD) if SHARD else pairwise()
+SHORT_ROWS = [
+    Row(model, *case, graphs)
+    for model in SHORT_MODELS
+    for case in (
+        ("warm", ALL, "decode", False),
+        ("second turn", SCAN_CHUNK + 1, "mixed", True),
+    )
+    for graphs in GRAPHS
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_row(row: Row, record_property: Note) -> None:
+    """In float32: a row of the matrix, which must show what it is about."""
+    hold_together(row, record_property)
+
+
+@pytest.mark.parametrize("row", SHORT_ROWS, ids=str)
+def test_short_numbers(row: Row, record_property: Note) -> None:
+    """In bfloat16, in a class of its own."""
+    hold_together(row, record_property)
+
+
+def hold_together(row: Row, record_property: Note) -> None:
+    """Play a row on both sides."""
+    recording = recorded(replace(row, graphs="off"))
+    missing = expected_events(row) - seen_events(row, recording)
+    assert not missing, f"never seen: {sorted(missing)}"
+    twin = twin_of(row.config, row.graphs, tuple(options(row).items()))
+    ties = Ties()
+    # Once is enough for what graphs have no part in.
+    for planned in (False,) if row.graphs == "off" else (False, True):
+        assert_run_as_asked(row, follow(recording, twin, ties, planned))
+    ties.report(record_property, row.config.dtype)
+
+
+def assert_run_as_asked(row: Row, records: list[StepRecord]) -> None:
+    """Check that every step ran in the way of the row, and some at another size."""
+    records = [record for record in records if record.rows]
+    mode = {"off": "eager", "padded": "padded"}[row.graphs]
+    assert {record.mode for record in records} == {mode}
+    is_padded = [record.padded_shape != record.shape for record in records]
+    # A single token fills the smallest shape.
+    assert any(is_padded) == (row.graphs == "padded" and row.budget > 1)
+
+
+def test_every_pass_equals_the_first(record_property: Note) -> None:
+    """Fifty prompts, five times on one warm engine at padded shapes.
+
+    Whatever was skipped, each position computed and each token drawn is that of the
+    request alone, so no pass differs from the first; and from the second on, each finds
+    in the cache what the one before did.
+    """
+    config, ties = MODELS["moe"], Ties()
+    sizes = {"max_requests": 16, "num_blocks": 300, "snapshot_slots": 200}
+    twin = twin_of(config, "padded", tuple(sizes.items()))
+    passes = [soak(twin, ties) for _ in range(5)]
+    assert passes[0] != passes[1]
+    assert all(each == passes[1] for each in passes[1:])
+    assert all(report.num_skipped_tokens for report in passes[1].values())
+    ties.report(record_property, config.dtype)
+
+
+#: Prompts, many with a common beginning, and how each is served.
+SOAK = {
+    f"r{index}": (
+        [*text(16 * (index % 4), index % 3), *text(17 + index, index + 9)],
+        greedy(6, temperature=0.7 * (index % 2), seed=index),
+    )
+    for index in range(50)
+}
+
+
+def soak(twin: Twin, ties: Ties) -> dict[str, CacheReport]:
+    """Serve all prompts once, each held to itself alone; return what was skipped."""
+    config = twin.engine.model_config
+    alone = {name: lone(config, *request) for name, request in SOAK.items()}
+    tokens = {name: output.token_ids for name, (output, _) in alone.items()}
+
+    def truth(row: RowPlan) -> tuple[int, Tensor, SamplingParams]:
+        prompt, sampling = SOAK[row.request_id]
+        token = tokens[row.request_id][row.end - len(prompt)]
+        return token, alone[row.request_id][1][row.end - 1], sampling
+
+    for name, (prompt, sampling) in SOAK.items():
+        twin.engine.add(prompt, sampling, name)
+    run, came = Run(), Counter[str]()
+    while twin.engine.has_work:
+        forced = {n: tokens[n][came[n]] for n in SOAK if came[n] < len(tokens[n])}
+        record = run.note(twin.engine.step(tokens=forced))
+        came.update(list(record.tokens))
+        assert record.mode == "padded"
+        compare_draws(twin, record.plan, truth, ties)
+    for name, rows in run.logprobs.items():
+        for position, values in rows.items():
+            assert_logprobs("optimized", values, alone[name][1][position])
+    assert {name: each.token_ids for name, each in run.outputs.items()} == tokens
+    return {name: each.cache for name, each in run.outputs.items()}
