@@ -1,4 +1,4 @@
-"""The command line: ``lockstep demo``, ``generate``, ``chat`` and ``info``.
+"""The command line: ``lockstep demo``, ``generate``, ``chat``, ``info``, ``verify``.
 
 Everything heavy is imported inside the commands, so that ``--help`` answers at once.
 Options of sampling and of the engine are the fields of `SamplingParams` and
@@ -11,6 +11,7 @@ import ast
 import inspect
 import json
 import re
+import subprocess
 import sys
 import time
 import warnings
@@ -384,7 +385,78 @@ def info(
     console.print(Padding("\n".join(lines), (0, 0, 0, 2)), markup=False)
 
 
+@app.command()
+def verify(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="A checkpoint folder, or demo; tiny ones if none."
+        ),
+    ] = None,
+    backend: Side = "optimized",
+    device: Where = "cpu",
+    component: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=BACKEND", help="Whose a part is; repeatable."),
+    ] = None,
+    free_running: Annotated[
+        bool, typer.Option("--free-running", help="Let errors add up.")
+    ] = False,
+    bitwise: Annotated[
+        bool, typer.Option("--bitwise", help="Compare floats bit by bit.")
+    ] = False,
+    truth: Annotated[
+        bool, typer.Option("--truth", help="Show errors against float64, by layer.")
+    ] = False,
+    mutant: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID", help="Judge a known fault instead; repeatable."),
+    ] = None,
+    all_mutants: Annotated[
+        bool, typer.Option("--all-mutants", help="Judge every known fault.")
+    ] = False,
+    option: Named = None,
+) -> None:
+    """Hold a backend to the reference, step by step.
+
+    Exit status 1 means that they differ; the first difference is named. Faults, which
+    only a checkout has, are put into copies.
+    """
+    if mutant or all_mutants:
+        raise typer.Exit(judge_mutants(["--all"] if all_mutants else mutant or []))
+    from lockstep.llm import find_device
+    from lockstep.verify import show, verify
+
+    verdict = verify(
+        backend,
+        read_options(component),
+        model=model,
+        device=str(find_device(device)),
+        free_running=free_running,
+        bitwise=bitwise,
+        truth=truth,
+        **read_options(option),
+    )
+    show(verdict, console)
+    if not verdict.equal:
+        raise typer.Exit(ENGINE_ERROR)
+
+
 # What the commands lean on.
+
+
+def judge_mutants(arguments: Sequence[str]) -> int:
+    """Run the script of a checkout that judges known faults; return its status.
+
+    Raises:
+        ConfigError: This is no checkout.
+    """
+    script = Path(__file__).resolve().parents[1] / "scripts" / "verify_mutants.py"
+    if not script.exists():
+        raise ConfigError(
+            f"known faults are judged in a checkout alone; there is no {script}"
+        )
+    return subprocess.run([sys.executable, script, *arguments]).returncode
 
 
 def load(

@@ -107,6 +107,11 @@ class Group:
     least_docstrings: int | None = None
 
 
+def is_tool(path: Path) -> bool:
+    """Tell whether a file is one of the tools, or below one."""
+    return path.parts[0].removesuffix(".py") in TOOLS
+
+
 def is_kernel(path: Path) -> bool:
     """Tell whether a file is below a folder of kernels."""
     return "kernels" in path.parts
@@ -120,11 +125,11 @@ def is_anything(path: Path) -> bool:
 GROUPS = (
     Group("reference: core", "reference", lambda path: path.stem in CORE, 1500),
     Group("reference: all", "reference", is_anything, 2500, 10, 50, 40),
-    Group("lockstep: tools", "lockstep", lambda path: path.stem in TOOLS, 1500, 10, 50),
+    Group("lockstep: tools", "lockstep", is_tool, 1500, 10, 50),
     Group(
         "lockstep: the rest",
         "lockstep",
-        lambda path: path.stem not in TOOLS,
+        lambda path: not is_tool(path),
         MOST_VOCABULARY,
         10,
         50,
