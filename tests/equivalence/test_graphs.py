@@ -17,11 +17,12 @@ from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.plan import BatchShape
 from lockstep.policy import graph_shapes, host_shape
+from lockstep.request import RequestOutput
 from tests.engines import CPU, drain, greedy, make_engine, serve
 from tests.factories import load
 from tests.host_reads import no_host_reads, recorded_host_reads
 from tests.scenarios.common import is_mixed, text, tiny
-from tests.tolerances import assert_equal
+from tests.tolerances import assert_equal, assert_reports
 
 MODEL = tiny("M*E")
 LIMITS = [(1, 1), (1, 40), (3, 2), (4, 64), (7, 17), (64, 2048)]
@@ -162,6 +163,21 @@ def test_only_tokens_and_reports_are_read() -> None:
             assert set(reads) <= {"tolist"}
             kinds.append(is_mixed(record))
         assert set(kinds) == {False, True}
+
+
+def test_reports_are_the_references() -> None:
+    """Padded draws stand between tokens and reports, and get into neither."""
+    found: list[dict[str, RequestOutput]] = []
+    options: dict[str, Any] = {"max_tokens_per_step": 40}
+    for engine in (make_engine(MODEL, **options), padded_engine(**options)):
+        for index in range(3):
+            sampling = greedy(3 + index, logprobs=index // 2, prompt_logprobs=1)
+            engine.add(text(10 + 31 * index, seed=index), sampling, f"{index}")
+        found.append(drain(engine).outputs)
+    for name, expected in found[0].items():
+        assert_reports("optimized", found[1][name].logprobs, expected.logprobs)
+        prompts = found[1][name].prompt_logprobs, expected.prompt_logprobs
+        assert_reports("optimized", *prompts)
 
 
 def test_a_slice_without_a_token_reads_nothing() -> None:

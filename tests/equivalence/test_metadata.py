@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import copy
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from lockstep.batch import BatchMetadata, Draws
 from lockstep.config import Sizes
-from lockstep.plan import StepPlan
+from lockstep.plan import BatchShape, StepPlan
+from lockstep.policy import graph_shapes, host_shape
+from lockstep.request import SamplingParams
 from tests.conftest import SIDES
 from tests.factories import load
 from tests.plans import (
@@ -201,3 +204,67 @@ def assert_in_range(batch: BatchMetadata) -> None:
         (batch.sample_index, len(batch.logit_index)),
     ):
         assert ((index >= 0) & (index < limit)).all()
+
+
+# Steps at the shapes of graphs, which share one buffer.
+
+PADDED_SIZES = replace(make_sizes(), graph_shapes=graph_shapes(4, 200))
+#: Steps of one padded shape, full and nearly empty.
+LIKE_STEPS = [
+    make_step(
+        PADDED_SIZES,
+        [Slice(31, 32, 1, snapshots=[32]), *[Slice(70 + n, 71 + n) for n in range(3)]],
+        [Slice(32, 64, snapshots=[48, 64], is_resumed=True)],
+    ),
+    make_step(PADDED_SIZES, [Slice(7, 8), Slice(1, 2)], [Slice(0, 17, rest=3)]),
+]
+
+
+def make_builder() -> Any:
+    """Make a builder whose steps are padded."""
+    builder = load("optimized", "metadata").MetadataBuilder
+    return builder(PADDED_SIZES, torch.get_default_device())
+
+
+@pytest.mark.parametrize("order", [(0, 0, 1, 1), (1, 1, 0, 0)])
+def test_a_buffer_holds_one_step_alone(order: tuple[int, ...]) -> None:
+    """Nothing stays of an earlier step of the same shape, in either host buffer."""
+    builder, apart = make_builder(), make_builder()
+    # Without fixed places, each step gets memory of its own.
+    apart._fixed = set()
+    for index in order:
+        batch = builder.build(*LIKE_STEPS[index], False)
+        assert batch.padded_shape == BatchShape(36, 1, 4)
+        assert_same_batch(batch, apart.build(*LIKE_STEPS[index], False))
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Slice(0, 48, snapshots=[16, 32, 48]),
+        Slice(31, 79, snapshots=[32, 48, 64]),
+        Slice(15, 17, snapshots=[16]),
+        Slice(15, 33),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_fullest_steps_fit_their_shape(piece: Slice, count: int) -> None:
+    """All states and scan chunks that its rows can have find room in it."""
+    pieces = [replace(piece) for _ in range(count)]
+    plan, requests = make_step(PADDED_SIZES, [], pieces)
+    batch = make_builder().build(plan, requests, False)
+    assert batch.padded_shape == host_shape(plan.shape, PADDED_SIZES.graph_shapes)
+
+
+def test_a_step_that_fits_no_room_leaves_the_buffer_alone() -> None:
+    """What runs at its real size is sent elsewhere."""
+    builder = make_builder()
+    batch = builder.build(*LIKE_STEPS[0], False)
+    before = {name: copy.deepcopy(value) for name, value in entries(batch).items()}
+    many = SamplingParams(seed=0, min_tokens=2, stop_token_ids=tuple(range(9)))
+    step = make_step(PADDED_SIZES, [], [Slice(0, 20, sampling=many)])
+    assert builder.build(*step, False).padded_shape == BatchShape(20, 1, 0)
+    for name, value in entries(batch).items():
+        if isinstance(value, Tensor):
+            assert_equal(value, before[name])

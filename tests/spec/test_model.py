@@ -198,6 +198,17 @@ def test_company_changes_nothing(
     assert_consistent(side, "model", together, torch.cat(expected))
 
 
+@pytest.mark.parametrize("name", ["attention", "turned"])
+def test_blocks_may_lie_anywhere(side: str, name: str) -> None:
+    """A token is known by its position, not by where its K/V lies."""
+    tokens, logits = some_tokens(2 * BLOCK + 5), list[Tensor]()
+    for blocks in ([0, 1, 2], [7, 3, 5]):
+        runner = Runner.make(side, model_config(name))
+        row = replace(runner.row(tokens, 0, len(tokens)), blocks=blocks)
+        logits.append(runner.forward([], [row]))
+    assert_consistent(side, "model", logits[1], logits[0])
+
+
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_restored_equals_uninterrupted(side: str, name: str) -> None:
     """A request that starts from another's blocks and snapshot computes the same."""
