@@ -203,14 +203,14 @@ def test_integrity_sees_wrong_counts(counter: str, message: str) -> None:
 
 def test_evictions_from_a_large_forest() -> None:
     """Of many leaves, the oldest go first, however many at once."""
-    source, size = random.Random(0), 400
+    source, size = random.Random(0), 3000
     pools = [load(side, "kv_blocks").BlockPool(size, "lru") for side in SIDES]
     state = pools[0].export_state()
     state.free = []
     state.hashes = {b: BlockHash(b.to_bytes(2, "big") * 16) for b in range(size)}
     state.parents = {b: source.randrange(b) for b in range(size // 2, size)}
-    state.last_use = {block: source.randrange(1000) for block in range(size)}
-    state.clock = 1000
+    state.last_use = {block: source.randrange(9000) for block in range(size)}
+    state.clock = 9000
     for pool in pools:
         pool.import_state(state)
     for count in (1, 2, 3, 30, 60, 7, 1, 90):
