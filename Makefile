@@ -15,7 +15,7 @@ export TRITON_CACHE_DIR := $(CURDIR)/.data/cache/triton
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu fuzz mutants lint types counts format build clean
+.PHONY: help setup demo test test-gpu fuzz mutants mutation lint types counts format build clean
 
 help:  ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,9 @@ fuzz: setup  ## run the property tests for long
 
 mutants: setup  ## apply each known fault and see its test fail
 	$(PY) scripts/mutants.py --jobs $(JOBS)
+
+mutation: setup  ## change the bookkeeping in every small way, see what no test notices
+	OMP_NUM_THREADS=1 $(PY) scripts/mutation.py --jobs $(JOBS)
 
 lint: setup  ## style, format, import contracts
 	$(PY) -m ruff check
