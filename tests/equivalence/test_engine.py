@@ -11,9 +11,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
+from itertools import combinations
 
 import pytest
+import torch
 from torch import Tensor
 
 from lockstep.plan import CacheReport, RowPlan
@@ -23,6 +25,7 @@ from tests.engines import Run, greedy, lone
 from tests.following import Ties, Twin, compare_draws, follow, twin_of
 from tests.matrix import (
     ALL,
+    AXES,
     GRAPHS,
     MODELS,
     SCAN_CHUNK,
@@ -143,3 +146,38 @@ def soak(twin: Twin, ties: Ties) -> dict[str, CacheReport]:
             assert_logprobs("optimized", values, alone[name][1][position])
     assert {name: each.token_ids for name, each in run.outputs.items()} == tokens
     return {name: each.cache for name, each in run.outputs.items()}
+
+
+# That the tests above can fail.
+
+
+def test_the_cover_has_every_pair() -> None:
+    """Any two values that meet in some row meet in one that CI runs; shards are all."""
+    whole, cover = all_rows(), pairwise()
+    met = {pair for row in cover for pair in combinations(astuple(row), 2)}
+    assert met == {pair for row in whole for pair in combinations(astuple(row), 2)}
+    assert len(cover) < len(whole) / 20
+    assert [row for i in range(7) for row in shard(whole, f"{i}/7")] == whole
+
+
+def test_no_row_passes_for_another() -> None:
+    """What one row's record shows is not what any other kind of row is about."""
+    row = Row("hybrid", "cold", ALL, "prefill", False, "off")
+    seen = seen_events(row, recorded(row))
+    assert expected_events(row) <= seen
+    others = [replace(row, cache=c) for c in AXES["cache"] if c != row.cache]
+    others += [replace(row, phase=p) for p in AXES["phase"] if p != row.phase]
+    others += [replace(row, preemption=True), replace(row, chunk=SCAN_CHUNK)]
+    for other in others:
+        assert expected_events(other) - seen_events(other, recorded(row)), str(other)
+
+
+def test_only_ties_are_left_open() -> None:
+    """Two tokens within the bound count as a tie; any other difference is a fault."""
+    logprobs, ties = torch.tensor([-1.0, -1.001, -3.0]), Ties()
+    ties.compare(1, 0, logprobs, greedy(), 5, bound=0.01)
+    assert (ties.tokens, ties.ties) == (1, 1)
+    with pytest.raises(AssertionError, match="token 1, not 0, at 5"):
+        ties.compare(1, 0, logprobs, greedy(), 5, bound=0.0001)
+    with pytest.raises(AssertionError, match="2 of 2 tokens are ties"):
+        Ties(tokens=2, ties=2).report(lambda *_: None, "float32")
