@@ -20,7 +20,19 @@ BACKENDS = ("reference", "optimized")
 #: Options of `EngineConfig` that only the optimized side understands.
 OPTIMIZED_ONLY = ("graphs", "kernels", "side_stream")
 #: Components of the optimized side that each kernel set replaces, and by what.
-KERNELS: dict[str, dict[str, str]] = {"torch": {}, "triton": {}}
+KERNELS: dict[str, dict[str, str]] = {
+    "torch": {},
+    "triton": {
+        "norm.rms_norm": "kernels.norm:rms_norm",
+        "norm.add_rms_norm": "kernels.norm:add_rms_norm",
+        "norm.gated_group_rms_norm": "kernels.norm:gated_group_rms_norm",
+        "conv1d.conv_decode": "kernels.conv1d:conv_decode",
+        "conv1d.conv_prefill": "kernels.conv1d:conv_prefill",
+        "scan.scan_decode": "kernels.scan:scan_decode",
+        "scan.scan_prefill": "kernels.scan:scan_prefill",
+        "snapshots.copy_states": "kernels.snapshots:copy_states",
+    },
+}
 #: Where a choice of `EngineConfig` puts another model.
 SIDE_STREAM = {"model.Model": "streams:Model"}
 #: Components that decide and count; all others compute, and graphs must hold them.

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.assemble import KERNELS
+from lockstep.interfaces import component_keys
+
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Modules that one side has alone, each with the reason.
@@ -136,6 +139,22 @@ def test_modules_that_stand_alone_exist_and_have_a_reason() -> None:
 def test_twins_offer_the_same(name: str) -> None:
     """Twins agree on names, order, signatures, fields, values and bases."""
     assert interface(ROOT / "reference" / name) == interface(ROOT / "optimized" / name)
+
+
+def signature(root: Path, place: str) -> list[str]:
+    """Render the function that a place, such as ``kernels.norm:rms_norm``, names."""
+    module, _, symbol = place.partition(":")
+    found = interface(root / "optimized" / f"{module.replace('.', '/')}.py")
+    return [entry for entry in found if entry.startswith(f"{symbol}(")]
+
+
+@pytest.mark.parametrize("key", sorted(KERNELS["triton"]))
+def test_launchers_have_the_signatures_of_their_twins(key: str) -> None:
+    """A kernel takes the place of a component, so it is called in the same way."""
+    assert key in component_keys()
+    launcher = signature(ROOT, KERNELS["triton"][key])
+    assert len(launcher) == 1
+    assert launcher == signature(ROOT, key.replace(".", ":"))
 
 
 # The lint itself, on toy trees.

@@ -53,8 +53,8 @@ BUDGETS = {
     "chunk_scan": 8.0,  # 3.8
     "chunk_scan_state": 9.0,  # 4.1
     # Kernels at real sizes.
-    "kernel_scan": 8.0,
-    "kernel_scan_state": 9.0,
+    "kernel_scan": 10.0,  # 4.6, in 256 lanes of float32
+    "kernel_scan_state": 8.0,  # 3.7
     # Both sides of the comparison are float32, one of them chunked.
     "scan_chunked": 7.0,  # 3.4
 }

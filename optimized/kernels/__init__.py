@@ -1,0 +1,1 @@
+"""Triton kernels, each with a launcher of its twin's signature."""

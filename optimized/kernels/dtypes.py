@@ -1,0 +1,22 @@
+"""What kernels compute in."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+TRITON_DTYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+def wide_dtype(*tensors: Tensor) -> tl.dtype:
+    """Return the dtype of the arithmetic on some tensors: float32, or float64."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return TRITON_DTYPES[dtype]

@@ -1,0 +1,22 @@
+"""Every kernel and every configuration compiles for sm_90, and fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.compiling import SHARED_MEMORY, compile_apart
+
+
+@pytest.mark.parametrize("cases", ["mamba_cases"])
+def test_all_compile_and_fit(cases: str) -> None:
+    """Shared memory suffices, and no register spills.
+
+    Products of two-byte operands run on the matrix units.
+    """
+    found = compile_apart(f"tests.kernels.{cases}")
+    assert found
+    for entry in found:
+        assert entry.shared <= SHARED_MEMORY, entry
+        assert entry.spilled == 0, entry
+        if "scan_prefill" in entry.case and "bfloat16" in entry.case:
+            assert entry.products > 0, entry
