@@ -1,39 +1,56 @@
 """Apply each known fault to a copy of the tree and see its test fail.
 
-    python scripts/mutants.py [--jobs 2] [--only M3 --only M7]
+    python scripts/mutants.py [--jobs 2] [--only M3 --only M7] [--gpu]
 
-The faults stand in ``tests/mutants.toml``. One counts as *killed* when each test that
-it names fails in its own body, by an assertion or an error of the engine. A test that
+The faults stand in ``tests/mutants.py``. One counts as *killed* when each test that it
+names fails in its own body, by an assertion or an error of the engine. A test that
 passes lets it *survive*; one that cannot even be collected or whose code cannot be
 imported says nothing (*broken*), nor does one that never ends (*timeout*).
+
+Each test runs in a process of its own. To start Python and import torch takes longer
+than most tests, so these processes are forked from one that has imported what others
+wrote, and nothing of this repository.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-LIST = Path("tests/mutants.toml")
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tests.mutants import Mutant  # noqa: E402
+
+LIST = Path("tests/mutants.py")
+#: What tests import of others; what is not installed is left out.
+PRELOADED = [
+    *("pytest", "hypothesis", "numpy", "torch", "jaxtyping", "beartype", "rich"),
+    *("safetensors.torch", "tokenizers", "transformers", "xml.etree.ElementTree"),
+]
 #: Seconds that one test may take.
 TIMEOUT = 180.0
 #: Errors of a mutant that is no program rather than a wrong one.
@@ -50,39 +67,6 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """A fault, and the tests that must see it.
-
-    Attributes:
-        id: Short name.
-        name: What is wrong, in words.
-        file: Path of the file below the root.
-        old: Text that stands in the file exactly once.
-        new: What the fault puts in its place.
-        tests: Ids of the tests, each of which must fail.
-        source: Where such a fault is publicly known from.
-    """
-
-    id: str
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    source: str
-
-    def apply(self, text: str) -> str:
-        """Return the text of the file with the fault in it.
-
-        Raises:
-            ValueError: The old text does not stand there exactly once.
-        """
-        if (count := text.count(self.old)) != 1:
-            raise ValueError(f"{self.id}: its old text stands {count} times")
-        return text.replace(self.old, self.new)
-
-
-@dataclass(frozen=True)
 class Verdict:
     """What became of a mutant, why, and how long it took."""
 
@@ -93,20 +77,8 @@ class Verdict:
 
 
 def load(root: Path) -> list[Mutant]:
-    """Read the list of mutants.
-
-    Raises:
-        ValueError: An entry that lacks a field or has an unknown one.
-    """
-    text = (root / LIST).read_text(encoding="utf-8")
-    entries: list[dict[str, Any]] = tomllib.loads(text).get("mutant", [])
-    wanted = {entry.name for entry in fields(Mutant)}
-    for entry in entries:
-        if wrong := wanted ^ set(entry):
-            named = entry.get("id", "an entry without id")
-            raise ValueError(f"{named}: missing or unknown fields {sorted(wrong)}")
-        entry["tests"] = tuple(entry["tests"])
-    return [Mutant(**entry) for entry in entries]
+    """Read the list of mutants of a tree."""
+    return list(runpy.run_path(str(root / LIST))["MUTANTS"])
 
 
 def problems(root: Path, mutants: Sequence[Mutant]) -> Iterator[str]:
@@ -116,6 +88,9 @@ def problems(root: Path, mutants: Sequence[Mutant]) -> Iterator[str]:
     for mutant in mutants:
         if not all((mutant.name, mutant.source, mutant.tests)):
             yield f"{mutant.id}: name, source and tests must not be empty"
+        on_gpu = {test.startswith("tests/gpu/") for test in mutant.tests}
+        if on_gpu - {mutant.needs_gpu}:
+            yield f"{mutant.id}: what needs a GPU has tests in tests/gpu, all else none"
         yield from (f"{mutant.id}: {text}" for text in fault_problems(root, mutant))
         for test in mutant.tests:
             if not has_test(root, test):
@@ -144,7 +119,11 @@ def has_test(root: Path, test: str) -> bool:
 
 
 def copy_tree(root: Path, target: Path) -> None:
-    """Copy the files that git tracks or would track, links as links."""
+    """Copy the files that git tracks or would track, links as links; else all."""
+    if not (root / ".git").exists():
+        ignored = shutil.ignore_patterns(".venv", ".data")
+        shutil.copytree(root, target, True, ignored, dirs_exist_ok=True)
+        return
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, check=True, capture_output=True)
     for name in sorted({name for name in listed.stdout.decode().split("\0") if name}):
@@ -153,38 +132,90 @@ def copy_tree(root: Path, target: Path) -> None:
             shutil.copy2(root / name, target / name, follow_symlinks=False)
 
 
-def run_test(tree: Path, tests: Sequence[str], timeout: float) -> tuple[Outcome, str]:
-    """Run tests of a tree in a fresh process and read what became of them."""
-    report = tree / "report.xml"
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += [f"--junitxml={report}", *tests]
-    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(
-        command,
-        cwd=tree,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        return Outcome.TIMEOUT, f"no end after {timeout:.0f} s"
-    finally:
+def preload() -> None:
+    """Let test processes be forked from one that has imported what all need."""
+    # Read once, when torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+
+
+def run_tests(
+    tree: Path, tests: Sequence[str], timeout: float, on_gpu: bool = False
+) -> tuple[Outcome, str]:
+    """Run tests of a tree in a process of their own and read what became of them."""
+    with tempfile.TemporaryDirectory(prefix="report-") as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        options += ["-m", "gpu"] if on_gpu else []
+        process = multiprocessing.get_context("forkserver").Process(
+            target=run_pytest, args=(ROOT, tree, [*options, *tests])
+        )
+        process.start()
+        process.join(timeout)
+        is_late = process.is_alive()
         stop(process)
-    return read_report(report)
+        if is_late:
+            return Outcome.TIMEOUT, f"no end after {timeout:.0f} s"
+        return read_report(report)
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def run_pytest(root: Path, tree: Path, arguments: list[str]) -> None:
+    """Run tests of a tree, in a process that then knows nothing of the checkout.
+
+    Args:
+        root: The checkout.
+        tree: The tree.
+        arguments: Of pytest.
+    """
+    os.setsid()
+    silence = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(silence, stream)
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    # Whatever the caller's settings: copies of the tree take the bytecode along.
+    sys.dont_write_bytecode = False
+    sys.path[:] = [str(tree), *(path for path in sys.path if not is_own(path, root))]
+    for name in [name for name in sys.modules if is_own_module(name, root)]:
+        del sys.modules[name]
+    import pytest
+
+    never_shrink()
+    sys.exit(pytest.main(arguments))
+
+
+def never_shrink() -> None:
+    """Let property tests fail with the first example that does.
+
+    Profiles inherit from the one that is loaded when they are made.
+    """
+    with suppress(ImportError):
+        from hypothesis import Phase, settings
+
+        settings.register_profile("unshrunk", phases=(Phase.explicit, Phase.generate))
+        settings.load_profile("unshrunk")
+
+
+def is_own_module(name: str, root: Path) -> bool:
+    """Tell whether a module, other than the main one, comes from a checkout."""
+    spec = getattr(sys.modules[name], "__spec__", None)
+    if spec is None or name in ("__main__", "__mp_main__"):
+        return False
+    places = [spec.origin, *(spec.submodule_search_locations or [])]
+    return any(is_own(place, root) for place in places if place)
+
+
+def is_own(path: str, root: Path) -> bool:
+    """Tell whether a path leads into a checkout, but not to what is installed there."""
+    return Path(path).is_relative_to(root) and "site-packages" not in path
+
+
+def stop(process: BaseProcess) -> None:
     """End a process and what it started, if any of it still runs."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 def read_report(report: Path) -> tuple[Outcome, str]:
@@ -208,41 +239,55 @@ def read_report(report: Path) -> tuple[Outcome, str]:
     return Outcome.SURVIVED, f"{len(ran)} passed"
 
 
-def try_mutant(root: Path, mutant: Mutant, timeout: float = TIMEOUT) -> Verdict:
-    """Apply a mutant to a copy and run its tests, up to one that does not fail."""
+def try_mutant(clean: Path, mutant: Mutant, timeout: float = TIMEOUT) -> Verdict:
+    """Apply a mutant to a copy of a tree; run its tests, up to one that passes."""
     begin = time.perf_counter()
     outcome, reason = Outcome.BROKEN, "no test named"
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        tree = Path(folder).resolve()
-        copy_tree(root, tree)
-        path = tree / mutant.file
-        path.write_text(
-            mutant.apply(path.read_text(encoding="utf-8")), encoding="utf-8"
-        )
+        tree = Path(folder).resolve() / "tree"
+        shutil.copytree(clean, tree, symlinks=True)
+        write_fault(tree / mutant.file, mutant)
         for test in mutant.tests:
-            outcome, reason = run_test(tree, [test], timeout)
+            outcome, reason = run_tests(tree, [test], timeout, mutant.needs_gpu)
             if outcome != Outcome.KILLED:
                 reason = f"{test}: {reason}"
                 break
     return Verdict(mutant, outcome, reason, time.perf_counter() - begin)
 
 
-def try_unchanged(root: Path, mutants: Sequence[Mutant]) -> tuple[Outcome, str]:
-    """Run every named test on a copy without a fault; they should survive."""
+def write_fault(path: Path, mutant: Mutant) -> None:
+    """Apply a mutant to a file, whatever was compiled of it before."""
+    text = mutant.apply(path.read_text(encoding="utf-8"))
+    path.write_text(text, encoding="utf-8")
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+        compiled.unlink()
+
+
+def try_unchanged(
+    clean: Path, mutants: Sequence[Mutant], jobs: int
+) -> tuple[Outcome, str]:
+    """Run every named test on a tree without a fault; they should survive.
+
+    What this compiles is compiled for all copies of the tree.
+    """
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        tree = Path(folder).resolve()
-        copy_tree(root, tree)
-        return run_test(tree, tests, TIMEOUT * len(tests))
+    on_gpu, timeout = mutants[0].needs_gpu, TIMEOUT * len(tests)
+    groups = [tests[job::jobs] for job in range(min(jobs, len(tests)))]
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [
+            pool.submit(run_tests, clean, group, timeout, on_gpu) for group in groups
+        ]
+    found = [future.result() for future in futures]
+    return next((each for each in found if each[0] != Outcome.SURVIVED), found[0])
 
 
-def try_all(root: Path, mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
+def try_all(clean: Path, mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
     """Try mutants, some at a time, under a progress bar; keep their order."""
     verdicts: dict[str, Verdict] = {}
     with Progress() as progress, ThreadPoolExecutor(jobs) as pool:
         task = progress.add_task("mutants", total=len(mutants))
         for future in as_completed(
-            [pool.submit(try_mutant, root, mutant) for mutant in mutants]
+            [pool.submit(try_mutant, clean, mutant) for mutant in mutants]
         ):
             verdicts[future.result().mutant.id] = future.result()
             progress.advance(task)
@@ -257,7 +302,7 @@ def show(verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         mutant = verdict.mutant
         cells = [mutant.id, mutant.name, verdict.outcome, f"{verdict.seconds:.1f}"]
-        table.add_row(*cells, "\n".join(mutant.tests))
+        table.add_row(*map(escape, (*cells, "\n".join(mutant.tests))))
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     for verdict in verdicts:
         if verdict.outcome != Outcome.KILLED:
@@ -274,11 +319,14 @@ def run(root: Path, mutants: Sequence[Mutant], jobs: int) -> int:
     if not mutants:
         print("no mutants listed")
         return 0
-    outcome, reason = try_unchanged(root, mutants)
-    if outcome != Outcome.SURVIVED:
-        print(f"the named tests do not pass without a fault: {reason}")
-        return 1
-    verdicts = try_all(root, mutants, jobs)
+    with tempfile.TemporaryDirectory(prefix="clean-") as folder:
+        clean = Path(folder).resolve()
+        copy_tree(root, clean)
+        outcome, reason = try_unchanged(clean, mutants, jobs)
+        if outcome != Outcome.SURVIVED:
+            print(f"the named tests do not pass without a fault: {reason}")
+            return 1
+        verdicts = try_all(clean, mutants, jobs)
     show(verdicts)
     return int(any(verdict.outcome != Outcome.KILLED for verdict in verdicts))
 
@@ -288,13 +336,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Try each known fault.")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     parser.add_argument("--only", action="append", metavar="ID", help="try just this")
+    parser.add_argument("--gpu", action="store_true", help="try those a GPU shows")
     options = parser.parse_args()
-    mutants = load(ROOT)
+    listed = load(ROOT)
+    mutants = [mutant for mutant in listed if mutant.needs_gpu == options.gpu]
     if options.only:
         if unknown := set(options.only) - {mutant.id for mutant in mutants}:
-            parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
+            parser.error(f"no such mutant here: {', '.join(sorted(unknown))}")
         mutants = [mutant for mutant in mutants if mutant.id in options.only]
-    return run(ROOT, mutants, options.jobs)
+    preload()
+    status = run(ROOT, mutants, options.jobs)
+    if not options.gpu:
+        left = sum(mutant.needs_gpu for mutant in listed)
+        print(f"{left} more need a GPU, and --gpu")
+    return status
 
 
 if __name__ == "__main__":

@@ -38,6 +38,11 @@ def test_prepared(prepared):
 def test_zero():
     from toy.real import double
     assert double(0) == 0
+
+def test_alone():
+    for name in ("lockstep", "scripts", "tests.factories"):
+        with pytest.raises(ImportError):
+            __import__(name)
 """,
 }
 
@@ -52,12 +57,15 @@ KILLED = Mutant(
 )
 
 ONE_SURVIVES = (*KILLED.tests, "tests/test_toy.py::test_zero")
+ALONE = ("tests/test_toy.py::test_alone",)
 UNPREPARED = ("tests/test_toy.py::test_prepared",)
 
 #: Faults of the toy tree and what must become of them.
 CASES = {
     "killed": (KILLED, Outcome.KILLED),
     "no difference": (replace(KILLED, new="2 * x"), Outcome.SURVIVED),
+    "nothing else is seen": (replace(KILLED, tests=ALONE), Outcome.SURVIVED),
+    "not for a GPU": (replace(KILLED, needs_gpu=True), Outcome.BROKEN),
     "one test passes": (replace(KILLED, tests=ONE_SURVIVES), Outcome.SURVIVED),
     "cannot be imported": (
         replace(KILLED, old="def ", new="import no\ndef "),
@@ -87,11 +95,6 @@ def toy(tmp_path: Path) -> Path:
     (tmp_path / "ignored").write_text("", encoding="utf-8")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     return tmp_path
-
-
-def write_list(root: Path, entry: str) -> None:
-    """Write the list of mutants of a toy tree."""
-    (root / mutants.LIST).write_text(entry, encoding="utf-8")
 
 
 def test_each_mutant_fits_the_tree() -> None:
@@ -135,12 +138,29 @@ def test_run_needs_tests_that_pass(toy: Path, capsys: pytest.CaptureFixture) -> 
     assert "without a fault" in capsys.readouterr().out
 
 
+def test_what_a_gpu_shows_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is counted, and run where it is asked for."""
+    tried: list[Mutant] = []
+    gpu = replace(KILLED, id="T2", needs_gpu=True)
+    monkeypatch.setattr(mutants, "load", lambda _: [KILLED, gpu])
+    monkeypatch.setattr(mutants, "preload", lambda: None)
+    monkeypatch.setattr(mutants, "run", lambda _, many, __: tried.extend(many) or 0)
+    for arguments in ([], ["--gpu"]):
+        monkeypatch.setattr("sys.argv", ["mutants.py", *arguments])
+        assert mutants.main() == 0
+    assert tried == [KILLED, gpu]
+    assert capsys.readouterr().out == "1 more need a GPU, and --gpu\n"
+
+
 def test_problems_are_named(toy: Path) -> None:
     """An entry that has rotted, or names nothing, is a problem."""
     rotten = {
         "stands 0 times": replace(KILLED, old="x * x"),
         "stands 2 times": replace(KILLED, old="x "),
         "listed twice": KILLED,
+        "tests/gpu": replace(KILLED, needs_gpu=True),
         "are equal": replace(KILLED, new=KILLED.old),
         "must not be empty": replace(KILLED, source=""),
         "invalid syntax": replace(KILLED, new="x +"),
@@ -152,12 +172,3 @@ def test_problems_are_named(toy: Path) -> None:
         pair = [mutant, mutant] if mutant is KILLED else [mutant]
         assert any(text in found for found in mutants.problems(toy, pair)), text
     assert list(mutants.problems(toy, [KILLED])) == []
-
-
-def test_list_is_read_strictly(toy: Path) -> None:
-    """A missing or misspelt field is an error, not a default."""
-    write_list(toy, "")
-    assert mutants.load(toy) == []
-    write_list(toy, '[[mutant]]\nid = "T1"\nnme = "misspelt"\n')
-    with pytest.raises(ValueError, match="T1: missing or unknown fields"):
-        mutants.load(toy)
