@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, fields, replace
@@ -246,8 +247,10 @@ def demo(
     sampling = SamplingParams(temperature=0.5, max_tokens=max_tokens, seed=seed)
     texts: list[list[str]] = []
     speeds: list[str] = []
+    steps: Counter[str] = Counter()
     for side in BACKENDS if backend == "both" else (backend,):
         llm = load_demo(side, device)
+        steps = count_steps(llm)
         if not texts:
             show_model(llm)
         texts.append(play(llm, sampling, is_shown=not texts))
@@ -256,7 +259,11 @@ def demo(
     if backend == "both":
         same = "the same text" if texts[0] == texts[1] else "another text"
         console.print(f"The optimized backend gave [bold green]{same}[/].")
-    console.print(f"{REPLIES} replies at once: {', '.join(speeds)}\n")
+    console.print(f"{REPLIES} replies at once: {', '.join(speeds)}")
+    if any("graph" in step for step in steps):
+        counted = ", ".join(f"{count} {step}" for step, count in sorted(steps.items()))
+        console.print(f"Its steps: {counted}")
+    console.print()
     console.print(f"Next: [bold]lockstep demo --seed {seed + 1} --max-tokens 100[/]")
 
 
@@ -670,11 +677,39 @@ def layer_table(counts: Mapping[str, tuple[int, int]], total: int) -> Table:
 
 
 def load_demo(backend: str, device: str) -> LLM:
-    """Load the packaged model."""
-    from lockstep.llm import LLM
+    """Load the packaged model; on a GPU the optimized side runs all steps as graphs.
 
+    So few tokens a step that several replies begin in more than one.
+    """
+    from lockstep.llm import LLM, find_device
+
+    options: dict[str, Any] = {"max_requests": REPLIES, "max_tokens_per_step": 64}
+    if backend == "optimized" and find_device(device).type == "cuda":
+        options["graphs"] = "all"
     with console.status(f"loading the demo model for the {backend} backend"):
-        return LLM("demo", backend=backend, device=device, verbose=False)
+        return LLM("demo", backend=backend, device=device, verbose=False, **options)
+
+
+def count_steps(llm: LLM) -> Counter[str]:
+    """Count the steps of an engine from now on, by what they do and what ran them."""
+    counts: Counter[str] = Counter()
+    step = llm.engine.step
+
+    def counted(*arguments: Any) -> Any:
+        record = step(*arguments)
+        kinds = (
+            ("decode", record.shape.decode_requests),
+            (
+                "prefill",
+                record.shape.prefill_requests,
+            ),
+        )
+        kind = " and ".join(name for name, count in kinds if count)
+        counts[f"{kind} by {'a graph' if record.mode == 'graph' else record.mode}"] += 1
+        return record
+
+    llm.engine.step = counted
+    return counts
 
 
 def play(llm: LLM, sampling: SamplingParams, is_shown: bool) -> list[str]:
