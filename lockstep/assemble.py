@@ -30,7 +30,17 @@ KERNELS: dict[str, dict[str, str]] = {
         "conv1d.conv_prefill": "kernels.conv1d:conv_prefill",
         "scan.scan_decode": "kernels.scan:scan_decode",
         "scan.scan_prefill": "kernels.scan:scan_prefill",
+        "attention.apply_rotary": "kernels.attention:apply_rotary",
+        "attention.append_kv": "kernels.attention:append_kv",
+        "attention.attend_decode": "kernels.attention:attend_decode",
+        "attention.attend_prefill": "kernels.attention:attend_prefill",
+        "mlp.activate": "kernels.mlp:activate",
+        "mlp.activate_gated": "kernels.mlp:activate_gated",
+        "moe.route": "kernels.moe:route",
+        "moe.apply_experts": "kernels.moe:apply_experts",
         "snapshots.copy_states": "kernels.snapshots:copy_states",
+        "sampler.sample": "kernels.sampler:sample",
+        "sampler.log_probabilities": "kernels.sampler:log_probabilities",
     },
 }
 #: Where a choice of `EngineConfig` puts another model.

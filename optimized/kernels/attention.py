@@ -1,0 +1,606 @@
+"""Attention straight over the K/V blocks: nothing is gathered into memory first.
+
+A program holds the queries that share one K/V head, one token's or those of a few
+neighbours, as the rows of a matrix product, and passes over its row's positions once,
+with a running maximum and sum (the online softmax of Milakov and Gimelshein 2018, arXiv
+1805.02867; FlashAttention, Dao et al. 2022, arXiv 2205.14135). Products are of operands
+in the model's dtype, sums in float32; float32 operands stay float32 (``ieee``).
+
+In decode few programs would have all the positions, so each row's are split between
+several, and their sums are combined in the order of the splits. How many splits there
+are follows from padded shapes alone; how long each is, from the row's context.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.batch import BatchMetadata
+from lockstep.config import RotaryConfig
+from lockstep.optimized.attention import _rotary_frequencies
+from lockstep.shapes import Keys, KvBlocks, Queries, TokenIds
+
+from .dtypes import TRITON_DTYPES, wide_dtype
+from .exact import add_product
+
+#: Values that a program copies.
+_COPIED = 2048
+#: Programs of a decode step that fill the device however long one context is.
+_DECODE_PROGRAMS = 1024
+_MAX_SPLITS = 64
+
+#: By bytes of an operand: positions at a time, warps, stages.
+_DECODE = {2: (64, 4, 5), 4: (16, 4, 2), 8: (16, 4, 1)}
+#: Likewise: query rows, positions at a time, warps, stages.
+_PREFILL = {2: (128, 128, 8, 3), 4: (64, 16, 16, 2), 8: (16, 16, 4, 1)}
+
+_LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+def apply_rotary(
+    queries: Queries, keys: Keys, positions: TokenIds, config: RotaryConfig
+) -> tuple[Queries, Keys]:
+    """Turn queries and keys of a token in one program, in one launch."""
+    size = config.size(queries.shape[2])
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    frequencies = _rotary_frequencies(config, size, queries.device).to(wide)
+    turned = [part.new_empty(part.shape) for part in (queries, keys)]
+    num_heads, head_dim = queries.shape[1:]
+    if len(queries):
+        _rotary_kernel[(len(queries), 2)](
+            queries,
+            keys,
+            *turned,
+            positions,
+            frequencies,
+            *queries.stride(),
+            *keys.stride(),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=keys.shape[1],
+            HEAD_DIM=head_dim,
+            PAIRS=size // 2,
+            HEADS_BLOCK=triton.next_power_of_2(num_heads),
+            PAIRS_BLOCK=triton.next_power_of_2(size // 2),
+            REST_BLOCK=triton.next_power_of_2(max(1, head_dim - size)),
+        )
+    return turned[0], turned[1]
+
+
+def append_kv(
+    keys: Keys,
+    values: Keys,
+    key_blocks: KvBlocks,
+    value_blocks: KvBlocks,
+    kv_index: TokenIds,
+) -> None:
+    """Scatter keys and values in one launch, each read and written once."""
+    num_tokens, num_heads, head_dim = keys.shape
+    if not num_tokens:
+        return
+    width = triton.next_power_of_2(num_heads * head_dim)
+    tokens_block = max(1, _COPIED // width)
+    key_slots, value_slots = (_slots(pool) for pool in (key_blocks, value_blocks))
+    _append_kernel[(triton.cdiv(num_tokens, tokens_block),)](
+        keys,
+        values,
+        key_slots,
+        value_slots,
+        kv_index,
+        num_tokens,
+        *keys.stride(),
+        *values.stride(),
+        *key_slots.stride(),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        TOKENS_BLOCK=tokens_block,
+        WIDTH_BLOCK=width,
+    )
+
+
+def attend_decode(
+    queries: Queries,
+    key_blocks: KvBlocks,
+    value_blocks: KvBlocks,
+    scale: float,
+    batch: BatchMetadata,
+) -> Queries:
+    """Attend from each row in several programs, then combine what they found.
+
+    Cost: each row's K/V is read once, in one launch; another combines, where there are
+    splits. The splits' sums are in memory in float32. Padded rows get zeros.
+    """
+    num_rows, num_heads, head_dim = queries.shape
+    outputs = queries.new_empty(queries.shape)
+    if not num_rows:
+        return outputs
+    common = _common(queries, key_blocks)
+    at_a_time, num_warps, num_stages = _DECODE[common["COMPUTE"].itemsize]
+    positions = batch.block_tables.shape[1] * key_blocks.shape[1]
+    num_splits = _count_splits(
+        num_rows * key_blocks.shape[2], triton.cdiv(positions, at_a_time)
+    )
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    shape = num_rows, num_heads, num_splits
+    sums = queries.new_empty((*shape, head_dim), dtype=wide)
+    tops, totals = (queries.new_empty(shape, dtype=wide) for _ in range(2))
+    rows = (batch.context_lens, sums, tops, totals, outputs)
+    _decode_kernel[(num_rows, key_blocks.shape[2], num_splits)](
+        queries,
+        *_pools(key_blocks, value_blocks),
+        batch.block_tables,
+        *rows,
+        *queries.stride(),
+        *_slots(key_blocks).stride(),
+        batch.block_tables.stride(0),
+        **common,
+        SCALE=scale,
+        NUM_SPLITS=num_splits,
+        LANES=max(16, common["GROUP_BLOCK"]),
+        AT_A_TIME=at_a_time,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    if num_splits > 1:
+        _combine_kernel[(num_rows, num_heads)](
+            *rows,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            DIM_BLOCK=common["DIM_BLOCK"],
+            NUM_SPLITS=num_splits,
+            AT_A_TIME=at_a_time,
+        )
+    return outputs
+
+
+def attend_prefill(
+    queries: Queries,
+    key_blocks: KvBlocks,
+    value_blocks: KvBlocks,
+    scale: float,
+    batch: BatchMetadata,
+) -> Queries:
+    """Attend from tiles of a few tokens of one row, all heads of a K/V head at once.
+
+    Cost: one launch; a tile reads its row's K/V up to its last token, mostly from the
+    cache that all programs share. Padding tokens are tiles of zeros, behind the rest.
+    """
+    num_tokens = len(queries)
+    outputs = queries.new_empty(queries.shape)
+    if not num_tokens:
+        return outputs
+    common = _common(queries, key_blocks)
+    lanes, at_a_time, num_warps, num_stages = _PREFILL[common["COMPUTE"].itemsize]
+    lanes = max(lanes, common["GROUP_BLOCK"])
+    tile_tokens = lanes // common["GROUP_BLOCK"]
+    num_rows = len(batch.cu_prefill_lens) - 1
+    most_tiles = min(num_tokens, num_tokens // tile_tokens + num_rows + 1)
+    _prefill_kernel[(most_tiles, key_blocks.shape[2])](
+        queries,
+        *_pools(key_blocks, value_blocks),
+        batch.block_tables[batch.num_decode_tokens :],
+        batch.cu_prefill_lens,
+        batch.prefill_starts,
+        outputs,
+        num_tokens,
+        num_rows,
+        *queries.stride(),
+        *_slots(key_blocks).stride(),
+        batch.block_tables.stride(0),
+        **common,
+        SCALE=scale,
+        ROWS_BLOCK=max(16, triton.next_power_of_2(num_rows + 1)),
+        LANES=lanes,
+        AT_A_TIME=at_a_time,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return outputs
+
+
+def _slots(blocks: Tensor) -> Tensor:
+    """View a pool by places of tokens."""
+    return blocks.view(-1, *blocks.shape[2:])
+
+
+def _pools(key_blocks: Tensor, value_blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Check that both pools are laid out alike, since kernels take strides once."""
+    assert key_blocks.stride() == value_blocks.stride()
+    return key_blocks, value_blocks
+
+
+def _common(queries: Tensor, key_blocks: Tensor) -> dict[str, object]:
+    """Collect what the kernels of both kinds of rows are compiled for."""
+    (num_heads, head_dim), num_kv_heads = queries.shape[1:], key_blocks.shape[2]
+    compute = torch.promote_types(queries.dtype, key_blocks.dtype)
+    if queries.dtype != torch.float64 and compute == torch.float64:
+        compute = torch.float32
+    group = num_heads // num_kv_heads
+    return {
+        "NUM_HEADS": num_heads,
+        "GROUP": group,
+        "GROUP_BLOCK": triton.next_power_of_2(group),
+        "HEAD_DIM": head_dim,
+        "DIM_BLOCK": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_SIZE": key_blocks.shape[1],
+        "COMPUTE": TRITON_DTYPES[compute],
+        "SUMS": wide_dtype(queries),
+    }
+
+
+def _count_splits(num_programs: int, most: int) -> int:
+    """Choose a power of two of splits that fills the device, from shapes alone."""
+    wanted = min(_MAX_SPLITS, most, max(1, _DECODE_PROGRAMS // num_programs))
+    return 1 << wanted.bit_length() - 1
+
+
+@triton.jit
+def _rotary_kernel(
+    queries,
+    keys,
+    turned_queries,
+    turned_keys,
+    positions,
+    frequencies,
+    query_token,
+    query_head,
+    query_dim,
+    key_token,
+    key_head,
+    key_dim,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    PAIRS_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
+    """Turn all query heads of a token, or all its key heads."""
+    token = tl.program_id(0).to(tl.int64)
+    pairs = tl.arange(0, PAIRS_BLOCK)
+    frequency = tl.load(frequencies + pairs, mask=pairs < PAIRS, other=0)
+    angle = tl.load(positions + token).to(frequency.dtype) * frequency
+    cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    if tl.program_id(1) == 0:
+        _turn(
+            queries + token * query_token, query_head, query_dim,
+            turned_queries + token * NUM_HEADS * HEAD_DIM, cos, sin, NUM_HEADS,
+            HEAD_DIM, PAIRS, HEADS_BLOCK, PAIRS_BLOCK, REST_BLOCK,
+        )  # fmt: skip
+    else:
+        _turn(
+            keys + token * key_token, key_head, key_dim,
+            turned_keys + token * NUM_KV_HEADS * HEAD_DIM, cos, sin, NUM_KV_HEADS,
+            HEAD_DIM, PAIRS, HEADS_BLOCK, PAIRS_BLOCK, REST_BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _turn(
+    source,
+    head_stride,
+    dim_stride,
+    target,
+    cos,
+    sin,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    PAIRS_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
+    """Turn the first channels of some heads, and hand on the rest."""
+    heads = tl.arange(0, HEADS_BLOCK)[:, None]
+    pairs = tl.arange(0, PAIRS_BLOCK)[None, :]
+    mask = (heads < NUM_HEADS) & (pairs < PAIRS)
+    place = source + heads * head_stride + pairs * dim_stride
+    first = tl.load(place, mask=mask).to(cos.dtype)
+    second = tl.load(place + PAIRS * dim_stride, mask=mask).to(cos.dtype)
+    place = target + heads * HEAD_DIM + pairs
+    tl.store(place, first * cos - second * sin, mask=mask)
+    tl.store(place + PAIRS, second * cos + first * sin, mask=mask)
+    if HEAD_DIM > 2 * PAIRS:
+        rest = 2 * PAIRS + tl.arange(0, REST_BLOCK)[None, :]
+        mask = (heads < NUM_HEADS) & (rest < HEAD_DIM)
+        kept = tl.load(source + heads * head_stride + rest * dim_stride, mask=mask)
+        tl.store(target + heads * HEAD_DIM + rest, kept, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _append_kernel(
+    keys,
+    values,
+    key_slots,
+    value_slots,
+    kv_index,
+    num_tokens,
+    key_token,
+    key_head,
+    key_dim,
+    value_token,
+    value_head,
+    value_dim,
+    slot_stride,
+    head_stride,
+    dim_stride,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TOKENS_BLOCK: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+):
+    """Copy the K/V of a few tokens to their places."""
+    tokens = tl.program_id(0) * TOKENS_BLOCK + tl.arange(0, TOKENS_BLOCK)
+    columns = tl.arange(0, WIDTH_BLOCK)[None, :]
+    heads, dims = columns // HEAD_DIM, columns % HEAD_DIM
+    is_token = tokens < num_tokens
+    slots = tl.load(kv_index + tokens, mask=is_token, other=0)[:, None]
+    tokens = tokens.to(tl.int64)[:, None]
+    mask = is_token[:, None] & (columns < NUM_HEADS * HEAD_DIM)
+    target = slots * slot_stride + heads * head_stride + dims * dim_stride
+    source = keys + tokens * key_token + heads * key_head + dims * key_dim
+    tl.store(key_slots + target, tl.load(source, mask=mask), mask=mask)
+    source = values + tokens * value_token + heads * value_head + dims * value_dim
+    tl.store(value_slots + target, tl.load(source, mask=mask), mask=mask)
+
+
+@triton.jit
+def _attend_span(
+    state,
+    queries,
+    visible,
+    key_blocks,
+    value_blocks,
+    table,
+    begin,
+    end,
+    slot_stride,
+    dim_stride,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    """Pass over the positions of a span, which begins where `AT_A_TIME` divides it.
+
+    Where a span is whole, every lane sees all of it, and so does every step. Else
+    masked values are zeroed as scores are: memory that nobody wrote may hold NaN.
+    """
+    sums, top, total = state
+    dims = tl.arange(0, DIM_BLOCK)[None, :]
+    for first in range(begin, end, AT_A_TIME):
+        lanes = tl.arange(0, AT_A_TIME)
+        positions = first + lanes
+        is_there = positions < end
+        if BLOCK_SIZE % AT_A_TIME == 0:
+            block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
+            slots = block * BLOCK_SIZE + first % BLOCK_SIZE + lanes
+        else:
+            blocks = tl.load(table + positions // BLOCK_SIZE, mask=is_there, other=0)
+            slots = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        places = slots[:, None] * slot_stride + dims * dim_stride
+        mask = (dims < HEAD_DIM) if IS_WHOLE else is_there[:, None] & (dims < HEAD_DIM)
+        keys = tl.load(key_blocks + places, mask=mask, other=0).to(COMPUTE)
+        scores = tl.dot(
+            queries, tl.trans(keys), input_precision="ieee", out_dtype=sums.dtype
+        )
+        if not IS_WHOLE:
+            is_seen = positions[None, :] < tl.minimum(visible, end)[:, None]
+            scores = tl.where(is_seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * (SCALE * _LOG2_E))
+        weights = tl.exp2(scores * (SCALE * _LOG2_E) - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(weights, 1)
+        values = tl.load(value_blocks + places, mask=mask, other=0)
+        values, weights = values.to(COMPUTE), weights.to(COMPUTE)
+        sums = add_product(weights, values, sums * fade[:, None])
+        top = new_top
+    return sums, top, total
+
+
+@triton.jit
+def _split_len(context, NUM_SPLITS: tl.constexpr, AT_A_TIME: tl.constexpr):
+    """Return how many positions a split has, the last one less."""
+    return tl.cdiv(tl.cdiv(context, NUM_SPLITS), AT_A_TIME) * AT_A_TIME
+
+
+@triton.jit
+def _decode_kernel(
+    queries,
+    key_blocks,
+    value_blocks,
+    block_tables,
+    context_lens,
+    sums,
+    tops,
+    totals,
+    outputs,
+    query_token,
+    query_head,
+    query_dim,
+    slot_stride,
+    head_stride,
+    dim_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    SUMS: tl.constexpr,
+    SCALE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    LANES: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+):
+    """Attend from the heads of one K/V head of a row to one split of its context."""
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context = tl.load(context_lens + row).to(tl.int32)
+    split_len = _split_len(context, NUM_SPLITS, AT_A_TIME)
+    begin = split * split_len
+    lanes = tl.arange(0, LANES)
+    heads = kv_head * GROUP + lanes
+    dims = tl.arange(0, DIM_BLOCK)[None, :]
+    mask = (lanes < GROUP)[:, None] & (dims < HEAD_DIM)
+    row = row.to(tl.int64)
+    target = (row * NUM_HEADS + heads)[:, None]
+    if begin < context:
+        places = row * query_token + heads[:, None] * query_head + dims * query_dim
+        query = tl.load(queries + places, mask=mask, other=0).to(COMPUTE)
+        end = tl.minimum(begin + split_len, context)
+        nothing = (
+            tl.zeros([LANES, DIM_BLOCK], SUMS),
+            tl.full([LANES], float("-inf"), SUMS),
+            tl.zeros([LANES], SUMS),
+        )
+        visible = tl.full([LANES], 2**31 - 1, tl.int32)
+        key_blocks += kv_head * head_stride
+        value_blocks += kv_head * head_stride
+        table = block_tables + row * table_stride
+        whole = end // AT_A_TIME * AT_A_TIME
+        state = _attend_span(
+            nothing, query, visible, key_blocks, value_blocks, table, begin, whole,
+            slot_stride, dim_stride, HEAD_DIM, DIM_BLOCK, BLOCK_SIZE, SCALE, COMPUTE,
+            AT_A_TIME, True,
+        )  # fmt: skip
+        found, top, total = _attend_span(
+            state, query, visible, key_blocks, value_blocks, table, whole, end,
+            slot_stride, dim_stride, HEAD_DIM, DIM_BLOCK, BLOCK_SIZE, SCALE, COMPUTE,
+            AT_A_TIME, False,
+        )  # fmt: skip
+        if NUM_SPLITS == 1:
+            tl.store(outputs + target * HEAD_DIM + dims, found / total[:, None], mask)
+        else:
+            target = target * NUM_SPLITS + split
+            tl.store(sums + target * HEAD_DIM + dims, found, mask=mask)
+            tl.store(tops + target, top[:, None], mask=(lanes < GROUP)[:, None])
+            tl.store(totals + target, total[:, None], mask=(lanes < GROUP)[:, None])
+    elif NUM_SPLITS == 1:
+        tl.store(outputs + target * HEAD_DIM + dims, 0.0, mask=mask)
+
+
+@triton.jit
+def _combine_kernel(
+    context_lens,
+    sums,
+    tops,
+    totals,
+    outputs,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+):
+    """Bring the splits of one head of a row to their common maximum, and add them."""
+    row = tl.program_id(0).to(tl.int64)
+    context = tl.load(context_lens + row).to(tl.int32)
+    head = row * NUM_HEADS + tl.program_id(1)
+    splits, dims = tl.arange(0, NUM_SPLITS), tl.arange(0, DIM_BLOCK)
+    is_used = splits * _split_len(context, NUM_SPLITS, AT_A_TIME) < context
+    top = tl.load(tops + head * NUM_SPLITS + splits, mask=is_used, other=float("-inf"))
+    fade = tl.where(is_used, tl.exp2(top - tl.max(top, 0)), 0)
+    total = tl.load(totals + head * NUM_SPLITS + splits, mask=is_used, other=0)
+    places = (head * NUM_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
+    mask = is_used[:, None] & (dims < HEAD_DIM)[None, :]
+    found = tl.load(sums + places, mask=mask, other=0)
+    output = tl.sum(found * fade[:, None], 0) / tl.sum(total * fade, 0)
+    output = tl.where(context > 0, output, 0)
+    tl.store(outputs + head * HEAD_DIM + dims, output, mask=dims < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def _prefill_kernel(
+    queries,
+    key_blocks,
+    value_blocks,
+    block_tables,
+    cu_prefill_lens,
+    prefill_starts,
+    outputs,
+    num_tokens,
+    num_rows,
+    query_token,
+    query_head,
+    query_dim,
+    slot_stride,
+    head_stride,
+    dim_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    SUMS: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+):
+    """Attend from the heads of one K/V head of a tile; padding is one row more.
+
+    Long contexts come first: tiles are taken from the last one on.
+    """
+    tile_tokens: tl.constexpr = LANES // GROUP_BLOCK
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    rows = tl.arange(0, ROWS_BLOCK)
+    begins = tl.load(cu_prefill_lens + rows, mask=rows <= num_rows, other=num_tokens)
+    ends = tl.load(cu_prefill_lens + rows + 1, mask=rows < num_rows, other=num_tokens)
+    begins, ends = begins.to(tl.int32), ends.to(tl.int32)
+    counts = tl.cdiv(ends - begins, tile_tokens)
+    tile_ends = tl.cumsum(counts, 0)
+    if tile < tl.sum(counts, 0):
+        row = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+        first = tile - tl.sum(tl.where(rows < row, counts, 0), 0)
+        first *= tile_tokens
+        begin = tl.sum(tl.where(rows == row, begins, 0), 0)
+        num_left = tl.sum(tl.where(rows == row, ends, 0), 0) - begin - first
+        is_row = row < num_rows
+        start = tl.load(prefill_starts + row, mask=is_row, other=0).to(tl.int32)
+        lanes = tl.arange(0, LANES)
+        tokens, heads = lanes // GROUP_BLOCK, lanes % GROUP_BLOCK
+        dims = tl.arange(0, DIM_BLOCK)[None, :]
+        mask = ((tokens < num_left) & (heads < GROUP))[:, None] & (dims < HEAD_DIM)
+        heads = (kv_head * GROUP + heads)[:, None]
+        places = (begin + first + tokens).to(tl.int64)[:, None]
+        source = queries + places * query_token + heads * query_head + dims * query_dim
+        query = tl.load(source, mask=mask & is_row, other=0).to(COMPUTE)
+        visible = start + first + tokens + 1
+        seen = start + first + tl.minimum(tile_tokens, num_left)
+        seen = tl.where(is_row, seen, 0)
+        whole = tl.where(is_row, start + first + 1, 0) // AT_A_TIME * AT_A_TIME
+        state = (
+            tl.zeros([LANES, DIM_BLOCK], SUMS),
+            tl.full([LANES], float("-inf"), SUMS),
+            tl.zeros([LANES], SUMS),
+        )
+        key_blocks += kv_head * head_stride
+        value_blocks += kv_head * head_stride
+        table = block_tables + row.to(tl.int64) * table_stride
+        state = _attend_span(
+            state, query, visible, key_blocks, value_blocks, table, 0, whole,
+            slot_stride, dim_stride, HEAD_DIM, DIM_BLOCK, BLOCK_SIZE, SCALE, COMPUTE,
+            AT_A_TIME, True,
+        )  # fmt: skip
+        sums, top, total = _attend_span(
+            state, query, visible, key_blocks, value_blocks, table, whole, seen,
+            slot_stride, dim_stride, HEAD_DIM, DIM_BLOCK, BLOCK_SIZE, SCALE, COMPUTE,
+            AT_A_TIME, False,
+        )  # fmt: skip
+        output = tl.where(is_row, sums / total[:, None], 0)
+        target = outputs + (places * NUM_HEADS + heads) * HEAD_DIM + dims
+        tl.store(target, output, mask=mask)
