@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.assemble import build_engine, settle_options
 from lockstep.config import DebugCheck, EngineConfig, ModelConfig
 from lockstep.memory import plan_memory, torch_dtype
-from lockstep.parameters import Parameters, make_parameters
+from lockstep.parameters import ParameterKind, Parameters, make_parameters
 from lockstep.request import RequestOutput, SamplingParams
 from lockstep.trace import StepRecord
 from lockstep.weights import RandomWeights
@@ -54,9 +54,18 @@ WITNESS = RandomWeights(
 def witness_parameters(
     config: ModelConfig, seed: int = 0, device: torch.device = CPU
 ) -> Parameters:
-    """Draw weights with which a wrong state is seen in the log-probabilities."""
+    """Draw weights with which a wrong state is seen in the log-probabilities.
+
+    They are drawn on the CPU, so that they are the same on every device.
+    """
     rule = replace(WITNESS, seed=seed)
-    return make_parameters(config, torch_dtype(config.dtype), device, rule.fill)
+
+    def fill(parameter: Tensor, name: str, kind: ParameterKind) -> None:
+        drawn = torch.zeros(parameter.shape, dtype=parameter.dtype, device=CPU)
+        rule.fill(drawn, name, kind)
+        parameter.copy_(drawn)
+
+    return make_parameters(config, torch_dtype(config.dtype), device, fill)
 
 
 def make_engine(

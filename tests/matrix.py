@@ -28,6 +28,7 @@ from lockstep.request import SamplingParams
 from lockstep.trace import EngineState, StepRecord
 from tests import symbolic
 from tests.engines import greedy, make_engine
+from tests.factories import DEVICE
 from tests.scenarios.common import branch, is_mixed, text
 
 #: Tokens of a block, of a scan chunk, and taps of the convolution: all different.
@@ -72,7 +73,7 @@ SHORT_MODELS = {
     "bf16": replace(_HYBRID, dtype="bfloat16"),
     "bf16 moe": replace(_HYBRID, layer_pattern="ME*E", dtype="bfloat16"),
 }
-GRAPHS = ("off", "padded")
+GRAPHS = ("off", "padded", *(("all",) if DEVICE.type == "cuda" else ()))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16")
 MODES = ("off", "padded", "decode", "all")
+KERNELS = ("torch", "triton")
 
 
 def start(config: ModelConfig, graphs: str, **options: Any) -> Any:
@@ -41,11 +42,12 @@ def play(engine: Any, seed: int = 0) -> Run:
     return drain(engine, run)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("graphs", MODES)
-def test_it_equals_the_reference(graphs: str) -> None:
+def test_it_equals_the_reference(graphs: str, kernels: str) -> None:
     """In float32, whatever a step is run by; every kind of step really is."""
     config = model_config("hybrid")
-    run = play(start(config, graphs))
+    run = play(start(config, graphs, kernels=kernels))
     for output in run.outputs.values():
         assert_equals_lone(config, output, run, greedy(8), CUDA)
     assert any(map(is_mixed, run.records))
@@ -67,13 +69,16 @@ def test_it_equals_the_reference(graphs: str) -> None:
         assert (record.mode == "eager") == bool(record.eager_reason or graphs == "off")
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["hybrid", "attention"])
-def test_a_replay_equals_the_eager_step(name: str, dtype: DTypeName) -> None:
+def test_a_replay_equals_the_eager_step(
+    name: str, dtype: DTypeName, kernels: str
+) -> None:
     """Bit for bit at the same padded shape, again and again, large and small."""
     config = replace(model_config(name), dtype=dtype)
     runs = [Run(), Run()]
-    engines = [start(config, graphs) for graphs in ("padded", "all")]
+    engines = [start(config, g, kernels=kernels) for g in ("padded", "all")]
     for seed in (0, 10, 0):
         for engine, run in zip(engines, runs, strict=True):
             engine.reset()
