@@ -14,6 +14,7 @@ are follows from padded shapes alone; how long each is, from the row's context.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -45,29 +46,21 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 def apply_rotary(
     queries: Queries, keys: Keys, positions: TokenIds, config: RotaryConfig
 ) -> tuple[Queries, Keys]:
-    """Turn queries and keys of a token in one program, in one launch."""
+    """Turn all heads of a token in one program; a launch each for queries and keys."""
+    turned = [part.new_empty(part.shape) for part in (queries, keys)]
     size = config.size(queries.shape[2])
     wide = torch.promote_types(queries.dtype, torch.float32)
     frequencies = _rotary_frequencies(config, size, queries.device).to(wide)
-    turned = [part.new_empty(part.shape) for part in (queries, keys)]
-    num_heads, head_dim = queries.shape[1:]
-    if len(queries):
-        _rotary_kernel[(len(queries), 2)](
-            queries,
-            keys,
-            *turned,
-            positions,
-            frequencies,
-            *queries.stride(),
-            *keys.stride(),
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=keys.shape[1],
-            HEAD_DIM=head_dim,
-            PAIRS=size // 2,
-            HEADS_BLOCK=triton.next_power_of_2(num_heads),
-            PAIRS_BLOCK=triton.next_power_of_2(size // 2),
-            REST_BLOCK=triton.next_power_of_2(max(1, head_dim - size)),
-        )
+    for source, target in zip((queries, keys), turned, strict=True):
+        num_tokens, num_heads, head_dim = source.shape
+        if num_tokens:
+            _rotary_kernel[(num_tokens,)](
+                source, target, positions, frequencies, *source.stride(),
+                NUM_HEADS=num_heads, HEAD_DIM=head_dim, PAIRS=size // 2,
+                HEADS_BLOCK=triton.next_power_of_2(num_heads),
+                PAIRS_BLOCK=triton.next_power_of_2(size // 2),
+                REST_BLOCK=triton.next_power_of_2(max(1, head_dim - size)),
+            )  # fmt: skip
     return turned[0], turned[1]
 
 
@@ -86,20 +79,11 @@ def append_kv(
     tokens_block = max(1, _COPIED // width)
     key_slots, value_slots = (_slots(pool) for pool in (key_blocks, value_blocks))
     _append_kernel[(triton.cdiv(num_tokens, tokens_block),)](
-        keys,
-        values,
-        key_slots,
-        value_slots,
-        kv_index,
-        num_tokens,
-        *keys.stride(),
-        *values.stride(),
-        *key_slots.stride(),
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        TOKENS_BLOCK=tokens_block,
+        keys, values, key_slots, value_slots, kv_index, num_tokens, *keys.stride(),
+        *values.stride(), *key_slots.stride(),
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, TOKENS_BLOCK=tokens_block,
         WIDTH_BLOCK=width,
-    )
+    )  # fmt: skip
 
 
 def attend_decode(
@@ -118,42 +102,33 @@ def attend_decode(
     outputs = queries.new_empty(queries.shape)
     if not num_rows:
         return outputs
-    common = _common(queries, key_blocks)
-    at_a_time, num_warps, num_stages = _DECODE[common["COMPUTE"].itemsize]
+    common = _common(queries, key_blocks, value_blocks)
+    at_a_time, num_warps, num_stages = _DECODE[
+        common["COMPUTE"].primitive_bitwidth // 8
+    ]
     positions = batch.block_tables.shape[1] * key_blocks.shape[1]
-    num_splits = _count_splits(
-        num_rows * key_blocks.shape[2], triton.cdiv(positions, at_a_time)
-    )
+    # A power of two that fills the device, from shapes alone.
+    most = triton.cdiv(positions, at_a_time), _MAX_SPLITS
+    wanted = min(*most, max(1, _DECODE_PROGRAMS // (num_rows * key_blocks.shape[2])))
+    num_splits = 1 << wanted.bit_length() - 1
     wide = torch.promote_types(queries.dtype, torch.float32)
     shape = num_rows, num_heads, num_splits
     sums = queries.new_empty((*shape, head_dim), dtype=wide)
     tops, totals = (queries.new_empty(shape, dtype=wide) for _ in range(2))
     rows = (batch.context_lens, sums, tops, totals, outputs)
     _decode_kernel[(num_rows, key_blocks.shape[2], num_splits)](
-        queries,
-        *_pools(key_blocks, value_blocks),
-        batch.block_tables,
-        *rows,
-        *queries.stride(),
-        *_slots(key_blocks).stride(),
-        batch.block_tables.stride(0),
-        **common,
-        SCALE=scale,
-        NUM_SPLITS=num_splits,
-        LANES=max(16, common["GROUP_BLOCK"]),
-        AT_A_TIME=at_a_time,
-        num_warps=num_warps,
+        queries, key_blocks, value_blocks, batch.block_tables, *rows, *queries.stride(),
+        *_slots(key_blocks).stride(), batch.block_tables.stride(0),
+        **common, SCALE=scale, NUM_SPLITS=num_splits,
+        LANES=max(16, common["GROUP_BLOCK"]), AT_A_TIME=at_a_time, num_warps=num_warps,
         num_stages=num_stages,
-    )
+    )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(num_rows, num_heads)](
             *rows,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            DIM_BLOCK=common["DIM_BLOCK"],
-            NUM_SPLITS=num_splits,
-            AT_A_TIME=at_a_time,
-        )
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, DIM_BLOCK=common["DIM_BLOCK"],
+            NUM_SPLITS=num_splits, AT_A_TIME=at_a_time,
+        )  # fmt: skip
     return outputs
 
 
@@ -169,36 +144,25 @@ def attend_prefill(
     Cost: one launch; a tile reads its row's K/V up to its last token, mostly from the
     cache that all programs share. Padding tokens are tiles of zeros, behind the rest.
     """
-    num_tokens = len(queries)
-    outputs = queries.new_empty(queries.shape)
+    num_tokens, outputs = len(queries), queries.new_empty(queries.shape)
     if not num_tokens:
         return outputs
-    common = _common(queries, key_blocks)
-    lanes, at_a_time, num_warps, num_stages = _PREFILL[common["COMPUTE"].itemsize]
+    common = _common(queries, key_blocks, value_blocks)
+    lanes, at_a_time, num_warps, num_stages = _PREFILL[
+        common["COMPUTE"].primitive_bitwidth // 8
+    ]
     lanes = max(lanes, common["GROUP_BLOCK"])
-    tile_tokens = lanes // common["GROUP_BLOCK"]
     num_rows = len(batch.cu_prefill_lens) - 1
-    most_tiles = min(num_tokens, num_tokens // tile_tokens + num_rows + 1)
+    most_tiles = num_tokens * common["GROUP_BLOCK"] // lanes + num_rows + 1
+    most_tiles = min(num_tokens, most_tiles)
     _prefill_kernel[(most_tiles, key_blocks.shape[2])](
-        queries,
-        *_pools(key_blocks, value_blocks),
-        batch.block_tables[batch.num_decode_tokens :],
-        batch.cu_prefill_lens,
-        batch.prefill_starts,
-        outputs,
-        num_tokens,
-        num_rows,
-        *queries.stride(),
-        *_slots(key_blocks).stride(),
-        batch.block_tables.stride(0),
-        **common,
-        SCALE=scale,
-        ROWS_BLOCK=max(16, triton.next_power_of_2(num_rows + 1)),
-        LANES=lanes,
-        AT_A_TIME=at_a_time,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+        queries, key_blocks, value_blocks,
+        batch.block_tables[batch.num_decode_tokens :], batch.cu_prefill_lens,
+        batch.prefill_starts, outputs, num_tokens, num_rows, *queries.stride(),
+        *_slots(key_blocks).stride(), batch.block_tables.stride(0),
+        **common, SCALE=scale, ROWS_BLOCK=max(16, triton.next_power_of_2(num_rows + 1)),
+        LANES=lanes, AT_A_TIME=at_a_time, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
     return outputs
 
 
@@ -207,133 +171,58 @@ def _slots(blocks: Tensor) -> Tensor:
     return blocks.view(-1, *blocks.shape[2:])
 
 
-def _pools(key_blocks: Tensor, value_blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Check that both pools are laid out alike, since kernels take strides once."""
-    assert key_blocks.stride() == value_blocks.stride()
-    return key_blocks, value_blocks
-
-
-def _common(queries: Tensor, key_blocks: Tensor) -> dict[str, object]:
+def _common(
+    queries: Tensor, key_blocks: Tensor, value_blocks: Tensor
+) -> dict[str, Any]:
     """Collect what the kernels of both kinds of rows are compiled for."""
-    (num_heads, head_dim), num_kv_heads = queries.shape[1:], key_blocks.shape[2]
+    # Kernels take strides once.
+    assert key_blocks.stride() == value_blocks.stride()
     compute = torch.promote_types(queries.dtype, key_blocks.dtype)
     if queries.dtype != torch.float64 and compute == torch.float64:
         compute = torch.float32
-    group = num_heads // num_kv_heads
-    return {
-        "NUM_HEADS": num_heads,
-        "GROUP": group,
-        "GROUP_BLOCK": triton.next_power_of_2(group),
-        "HEAD_DIM": head_dim,
-        "DIM_BLOCK": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_SIZE": key_blocks.shape[1],
-        "COMPUTE": TRITON_DTYPES[compute],
-        "SUMS": wide_dtype(queries),
-    }
-
-
-def _count_splits(num_programs: int, most: int) -> int:
-    """Choose a power of two of splits that fills the device, from shapes alone."""
-    wanted = min(_MAX_SPLITS, most, max(1, _DECODE_PROGRAMS // num_programs))
-    return 1 << wanted.bit_length() - 1
+    num_heads, head_dim = queries.shape[1:]
+    group = num_heads // key_blocks.shape[2]
+    return dict(
+        NUM_HEADS=num_heads, GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group),
+        HEAD_DIM=head_dim, DIM_BLOCK=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=key_blocks.shape[1], COMPUTE=TRITON_DTYPES[compute],
+        SUMS=wide_dtype(queries),
+    )  # fmt: skip
 
 
 @triton.jit
 def _rotary_kernel(
-    queries,
-    keys,
-    turned_queries,
-    turned_keys,
-    positions,
-    frequencies,
-    query_token,
-    query_head,
-    query_dim,
-    key_token,
-    key_head,
-    key_dim,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr,
-    PAIRS_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-):
-    """Turn all query heads of a token, or all its key heads."""
+    source, target, positions, frequencies, token_stride, head_stride, dim_stride,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr, PAIRS_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Turn the first channels of a token's heads, and hand on the rest."""
     token = tl.program_id(0).to(tl.int64)
-    pairs = tl.arange(0, PAIRS_BLOCK)
-    frequency = tl.load(frequencies + pairs, mask=pairs < PAIRS, other=0)
-    angle = tl.load(positions + token).to(frequency.dtype) * frequency
-    cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
-    if tl.program_id(1) == 0:
-        _turn(
-            queries + token * query_token, query_head, query_dim,
-            turned_queries + token * NUM_HEADS * HEAD_DIM, cos, sin, NUM_HEADS,
-            HEAD_DIM, PAIRS, HEADS_BLOCK, PAIRS_BLOCK, REST_BLOCK,
-        )  # fmt: skip
-    else:
-        _turn(
-            keys + token * key_token, key_head, key_dim,
-            turned_keys + token * NUM_KV_HEADS * HEAD_DIM, cos, sin, NUM_KV_HEADS,
-            HEAD_DIM, PAIRS, HEADS_BLOCK, PAIRS_BLOCK, REST_BLOCK,
-        )  # fmt: skip
-
-
-@triton.jit
-def _turn(
-    source,
-    head_stride,
-    dim_stride,
-    target,
-    cos,
-    sin,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr,
-    PAIRS_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-):
-    """Turn the first channels of some heads, and hand on the rest."""
     heads = tl.arange(0, HEADS_BLOCK)[:, None]
     pairs = tl.arange(0, PAIRS_BLOCK)[None, :]
+    frequency = tl.load(frequencies + pairs, mask=pairs < PAIRS, other=0)
+    angle = tl.load(positions + token).to(frequency.dtype) * frequency
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    source += token * token_stride + heads * head_stride
+    target += (token * NUM_HEADS + heads) * HEAD_DIM
     mask = (heads < NUM_HEADS) & (pairs < PAIRS)
-    place = source + heads * head_stride + pairs * dim_stride
-    first = tl.load(place, mask=mask).to(cos.dtype)
-    second = tl.load(place + PAIRS * dim_stride, mask=mask).to(cos.dtype)
-    place = target + heads * HEAD_DIM + pairs
-    tl.store(place, first * cos - second * sin, mask=mask)
-    tl.store(place + PAIRS, second * cos + first * sin, mask=mask)
+    first = tl.load(source + pairs * dim_stride, mask=mask).to(cos.dtype)
+    second = tl.load(source + (PAIRS + pairs) * dim_stride, mask=mask).to(cos.dtype)
+    tl.store(target + pairs, first * cos - second * sin, mask=mask)
+    tl.store(target + PAIRS + pairs, second * cos + first * sin, mask=mask)
     if HEAD_DIM > 2 * PAIRS:
         rest = 2 * PAIRS + tl.arange(0, REST_BLOCK)[None, :]
         mask = (heads < NUM_HEADS) & (rest < HEAD_DIM)
-        kept = tl.load(source + heads * head_stride + rest * dim_stride, mask=mask)
-        tl.store(target + heads * HEAD_DIM + rest, kept, mask=mask)
+        tl.store(target + rest, tl.load(source + rest * dim_stride, mask=mask), mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _append_kernel(
-    keys,
-    values,
-    key_slots,
-    value_slots,
-    kv_index,
-    num_tokens,
-    key_token,
-    key_head,
-    key_dim,
-    value_token,
-    value_head,
-    value_dim,
-    slot_stride,
-    head_stride,
-    dim_stride,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TOKENS_BLOCK: tl.constexpr,
+    keys, values, key_slots, value_slots, kv_index, num_tokens, key_token, key_head,
+    key_dim, value_token, value_head, value_dim, slot_stride, head_stride, dim_stride,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Copy the K/V of a few tokens to their places."""
     tokens = tl.program_id(0) * TOKENS_BLOCK + tl.arange(0, TOKENS_BLOCK)
     columns = tl.arange(0, WIDTH_BLOCK)[None, :]
@@ -350,30 +239,44 @@ def _append_kernel(
 
 
 @triton.jit
+def _attend(
+    queries, visible, cache, begin, whole, end,
+    HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SCALE: tl.constexpr, SUMS: tl.constexpr, AT_A_TIME: tl.constexpr,
+):  # fmt: skip
+    """Attend to positions that all lanes see, up to ``whole``, then to others.
+
+    Returns:
+        Weighted values, the largest score, and the sum of weights, of each lane.
+    """
+    lanes: tl.constexpr = queries.shape[0]
+    state = (
+        tl.zeros([lanes, DIM_BLOCK], SUMS),
+        tl.full([lanes], float("-inf"), SUMS),
+        tl.zeros([lanes], SUMS),
+    )
+    state = _attend_span(
+        state, queries, visible, cache, begin, whole,
+        HEAD_DIM, DIM_BLOCK, BLOCK_SIZE, SCALE, AT_A_TIME, True,
+    )  # fmt: skip
+    return _attend_span(
+        state, queries, visible, cache, whole, end,
+        HEAD_DIM, DIM_BLOCK, BLOCK_SIZE, SCALE, AT_A_TIME, False,
+    )  # fmt: skip
+
+
+@triton.jit
 def _attend_span(
-    state,
-    queries,
-    visible,
-    key_blocks,
-    value_blocks,
-    table,
-    begin,
-    end,
-    slot_stride,
-    dim_stride,
-    HEAD_DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    AT_A_TIME: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-):
+    state, queries, visible, cache, begin, end,
+    HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SCALE: tl.constexpr, AT_A_TIME: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
     """Pass over the positions of a span, which begins where `AT_A_TIME` divides it.
 
     Where a span is whole, every lane sees all of it, and so does every step. Else
     masked values are zeroed as scores are: memory that nobody wrote may hold NaN.
     """
+    key_blocks, value_blocks, table, slot_stride, dim_stride = cache
     sums, top, total = state
     dims = tl.arange(0, DIM_BLOCK)[None, :]
     for first in range(begin, end, AT_A_TIME):
@@ -388,19 +291,18 @@ def _attend_span(
             slots = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
         places = slots[:, None] * slot_stride + dims * dim_stride
         mask = (dims < HEAD_DIM) if IS_WHOLE else is_there[:, None] & (dims < HEAD_DIM)
-        keys = tl.load(key_blocks + places, mask=mask, other=0).to(COMPUTE)
-        scores = tl.dot(
-            queries, tl.trans(keys), input_precision="ieee", out_dtype=sums.dtype
-        )
+        keys = tl.load(key_blocks + places, mask=mask, other=0).to(queries.dtype)
+        nothing = tl.zeros([queries.shape[0], AT_A_TIME], sums.dtype)
+        scores = add_product(queries, tl.trans(keys), nothing)
         if not IS_WHOLE:
-            is_seen = positions[None, :] < tl.minimum(visible, end)[:, None]
+            is_seen = is_there[None, :] & (positions[None, :] < visible)
             scores = tl.where(is_seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * (SCALE * _LOG2_E))
         weights = tl.exp2(scores * (SCALE * _LOG2_E) - new_top[:, None])
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(weights, 1)
         values = tl.load(value_blocks + places, mask=mask, other=0)
-        values, weights = values.to(COMPUTE), weights.to(COMPUTE)
+        weights, values = weights.to(queries.dtype), values.to(queries.dtype)
         sums = add_product(weights, values, sums * fade[:, None])
         top = new_top
     return sums, top, total
@@ -414,35 +316,14 @@ def _split_len(context, NUM_SPLITS: tl.constexpr, AT_A_TIME: tl.constexpr):
 
 @triton.jit
 def _decode_kernel(
-    queries,
-    key_blocks,
-    value_blocks,
-    block_tables,
-    context_lens,
-    sums,
-    tops,
-    totals,
-    outputs,
-    query_token,
-    query_head,
-    query_dim,
-    slot_stride,
-    head_stride,
-    dim_stride,
+    queries, key_blocks, value_blocks, block_tables, context_lens, sums, tops, totals,
+    outputs, query_token, query_head, query_dim, slot_stride, head_stride, dim_stride,
     table_stride,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    SUMS: tl.constexpr,
-    SCALE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    LANES: tl.constexpr,
-    AT_A_TIME: tl.constexpr,
-):
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    COMPUTE: tl.constexpr, SUMS: tl.constexpr, SCALE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, LANES: tl.constexpr, AT_A_TIME: tl.constexpr,
+):  # fmt: skip
     """Attend from the heads of one K/V head of a row to one split of its context."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(context_lens + row).to(tl.int32)
@@ -458,25 +339,13 @@ def _decode_kernel(
         places = row * query_token + heads[:, None] * query_head + dims * query_dim
         query = tl.load(queries + places, mask=mask, other=0).to(COMPUTE)
         end = tl.minimum(begin + split_len, context)
-        nothing = (
-            tl.zeros([LANES, DIM_BLOCK], SUMS),
-            tl.full([LANES], float("-inf"), SUMS),
-            tl.zeros([LANES], SUMS),
-        )
-        visible = tl.full([LANES], 2**31 - 1, tl.int32)
-        key_blocks += kv_head * head_stride
-        value_blocks += kv_head * head_stride
-        table = block_tables + row * table_stride
-        whole = end // AT_A_TIME * AT_A_TIME
-        state = _attend_span(
-            nothing, query, visible, key_blocks, value_blocks, table, begin, whole,
-            slot_stride, dim_stride, HEAD_DIM, DIM_BLOCK, BLOCK_SIZE, SCALE, COMPUTE,
-            AT_A_TIME, True,
+        cache = (
+            key_blocks + kv_head * head_stride, value_blocks + kv_head * head_stride,
+            block_tables + row * table_stride, slot_stride, dim_stride,
         )  # fmt: skip
-        found, top, total = _attend_span(
-            state, query, visible, key_blocks, value_blocks, table, whole, end,
-            slot_stride, dim_stride, HEAD_DIM, DIM_BLOCK, BLOCK_SIZE, SCALE, COMPUTE,
-            AT_A_TIME, False,
+        found, top, total = _attend(
+            query, end, cache, begin, end // AT_A_TIME * AT_A_TIME, end,
+            HEAD_DIM, DIM_BLOCK, BLOCK_SIZE, SCALE, SUMS, AT_A_TIME,
         )  # fmt: skip
         if NUM_SPLITS == 1:
             tl.store(outputs + target * HEAD_DIM + dims, found / total[:, None], mask)
@@ -491,17 +360,10 @@ def _decode_kernel(
 
 @triton.jit
 def _combine_kernel(
-    context_lens,
-    sums,
-    tops,
-    totals,
-    outputs,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    AT_A_TIME: tl.constexpr,
-):
+    context_lens, sums, tops, totals, outputs,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, AT_A_TIME: tl.constexpr,
+):  # fmt: skip
     """Bring the splits of one head of a row to their common maximum, and add them."""
     row = tl.program_id(0).to(tl.int64)
     context = tl.load(context_lens + row).to(tl.int32)
@@ -521,35 +383,14 @@ def _combine_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _prefill_kernel(
-    queries,
-    key_blocks,
-    value_blocks,
-    block_tables,
-    cu_prefill_lens,
-    prefill_starts,
-    outputs,
-    num_tokens,
-    num_rows,
-    query_token,
-    query_head,
-    query_dim,
-    slot_stride,
-    head_stride,
-    dim_stride,
-    table_stride,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    SUMS: tl.constexpr,
-    SCALE: tl.constexpr,
-    ROWS_BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    AT_A_TIME: tl.constexpr,
-):
+    queries, key_blocks, value_blocks, block_tables, cu_prefill_lens, prefill_starts,
+    outputs, num_tokens, num_rows, query_token, query_head, query_dim, slot_stride,
+    head_stride, dim_stride, table_stride,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    COMPUTE: tl.constexpr, SUMS: tl.constexpr, SCALE: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr, LANES: tl.constexpr, AT_A_TIME: tl.constexpr,
+):  # fmt: skip
     """Attend from the heads of one K/V head of a tile; padding is one row more.
 
     Long contexts come first: tiles are taken from the last one on.
@@ -579,27 +420,17 @@ def _prefill_kernel(
         places = (begin + first + tokens).to(tl.int64)[:, None]
         source = queries + places * query_token + heads * query_head + dims * query_dim
         query = tl.load(source, mask=mask & is_row, other=0).to(COMPUTE)
-        visible = start + first + tokens + 1
+        visible = (start + first + tokens + 1)[:, None]
         seen = start + first + tl.minimum(tile_tokens, num_left)
         seen = tl.where(is_row, seen, 0)
         whole = tl.where(is_row, start + first + 1, 0) // AT_A_TIME * AT_A_TIME
-        state = (
-            tl.zeros([LANES, DIM_BLOCK], SUMS),
-            tl.full([LANES], float("-inf"), SUMS),
-            tl.zeros([LANES], SUMS),
-        )
-        key_blocks += kv_head * head_stride
-        value_blocks += kv_head * head_stride
-        table = block_tables + row.to(tl.int64) * table_stride
-        state = _attend_span(
-            state, query, visible, key_blocks, value_blocks, table, 0, whole,
-            slot_stride, dim_stride, HEAD_DIM, DIM_BLOCK, BLOCK_SIZE, SCALE, COMPUTE,
-            AT_A_TIME, True,
+        cache = (
+            key_blocks + kv_head * head_stride, value_blocks + kv_head * head_stride,
+            block_tables + row.to(tl.int64) * table_stride, slot_stride, dim_stride,
         )  # fmt: skip
-        sums, top, total = _attend_span(
-            state, query, visible, key_blocks, value_blocks, table, whole, seen,
-            slot_stride, dim_stride, HEAD_DIM, DIM_BLOCK, BLOCK_SIZE, SCALE, COMPUTE,
-            AT_A_TIME, False,
+        sums, _, total = _attend(
+            query, visible, cache, 0, whole, seen,
+            HEAD_DIM, DIM_BLOCK, BLOCK_SIZE, SCALE, SUMS, AT_A_TIME,
         )  # fmt: skip
         output = tl.where(is_row, sums / total[:, None], 0)
         target = outputs + (places * NUM_HEADS + heads) * HEAD_DIM + dims

@@ -34,15 +34,10 @@ def _activate(
     block = min(_FEATURES, triton.next_power_of_2(width))
     if len(inputs):
         _activate_kernel[(len(inputs), triton.cdiv(width, block))](
-            inputs,
-            outputs,
-            width,
-            *inputs.stride(),
-            ACTIVATION=activation,
-            IS_GATED=is_gated,
-            WIDE=wide_dtype(inputs),
+            inputs, outputs, width, *inputs.stride(),
+            ACTIVATION=activation, IS_GATED=is_gated, WIDE=wide_dtype(inputs),
             BLOCK=block,
-        )
+        )  # fmt: skip
     return outputs
 
 
@@ -61,16 +56,10 @@ def apply_activation(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _activate_kernel(
-    inputs,
-    outputs,
-    width,
-    token_stride,
-    feature_stride,
-    ACTIVATION: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    WIDE: tl.constexpr,
+    inputs, outputs, width, token_stride, feature_stride,
+    ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Activate a part of one token."""
     token = tl.program_id(0).to(tl.int64)
     features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -62,14 +62,12 @@ class _Tile(NamedTuple):
 #: or the last.
 _TILES = {
     2: (
-        _Tile(16, 64, 128, 4, 4),
-        _Tile(32, 64, 128, 4, 4),
-        _Tile(64, 128, 64, 4, 4),
-        _Tile(128, 256, 64, 8, 3),
+        _Tile(16, 64, 128, 4, 4), _Tile(32, 64, 128, 4, 4),
+        _Tile(64, 128, 64, 4, 4), _Tile(128, 256, 64, 8, 3),
     ),
     4: (_Tile(16, 64, 32, 4, 3), _Tile(32, 64, 32, 4, 3), _Tile(64, 64, 16, 8, 3)),
     8: (_Tile(16, 32, 16, 4, 1), _Tile(32, 32, 16, 4, 1)),
-}
+}  # fmt: skip
 
 
 def route(
@@ -84,30 +82,19 @@ def route(
     So scores are the twin's, bit for bit, and near ties break as they do there.
     """
     scores = functional.linear(hidden.to(router.dtype), router)
-    ids = torch.empty(
-        len(hidden), config.top_k, dtype=torch.int64, device=hidden.device
-    )
-    weights = torch.empty(ids.shape, dtype=router.dtype, device=hidden.device)
+    weights = scores.new_empty(len(hidden), config.top_k)
+    ids = torch.empty_like(weights, dtype=torch.int64)
     group_size = config.num_experts // config.num_groups
     if len(hidden):
         _route_kernel[(len(hidden),)](
-            scores,
-            correction,
-            token_mask,
-            ids,
-            weights,
-            SCALING=config.scaling,
-            TINY=_TINY,
-            SCORING=config.scoring,
-            IS_NORMALIZED=config.normalize_weights,
-            TOP_K=config.top_k,
-            NUM_GROUPS=config.num_groups,
-            TOP_K_GROUPS=config.top_k_groups,
+            scores, correction, token_mask, ids, weights,
+            SCALING=config.scaling, TINY=_TINY, SCORING=config.scoring,
+            IS_NORMALIZED=config.normalize_weights, TOP_K=config.top_k,
+            NUM_GROUPS=config.num_groups, TOP_K_GROUPS=config.top_k_groups,
             GROUP_SIZE=group_size,
             GROUPS_BLOCK=triton.next_power_of_2(config.num_groups),
-            GROUP_BLOCK=triton.next_power_of_2(group_size),
-            num_warps=1,
-        )
+            GROUP_BLOCK=triton.next_power_of_2(group_size), num_warps=1,
+        )  # fmt: skip
     return ids, weights
 
 
@@ -125,7 +112,7 @@ def apply_experts(
     all pairs are in memory between launches, in the dtype of the model.
     """
     num_tokens, width = hidden.shape
-    outputs = torch.empty(num_tokens, width, dtype=hidden.dtype, device=hidden.device)
+    outputs = hidden.new_empty(num_tokens, width)
     if not num_tokens:
         return outputs
     num_pairs, top_k = expert_ids.numel(), expert_ids.shape[1]
@@ -140,17 +127,10 @@ def apply_experts(
     _multiply(inner, experts_down, results, pairs, tile, 0, None, False)
     columns = min(_ADDED, triton.next_power_of_2(width))
     _add_kernel[(num_tokens, triton.cdiv(width, columns))](
-        results,
-        expert_ids,
-        expert_weights,
-        pairs.places,
-        outputs,
-        width,
-        *expert_ids.stride(),
-        *expert_weights.stride(),
-        TOP_K=top_k,
-        BLOCK=columns,
-    )
+        results, expert_ids, expert_weights, pairs.places, outputs, width,
+        *expert_ids.stride(), *expert_weights.stride(),
+        TOP_K=top_k, BLOCK=columns,
+    )  # fmt: skip
     return outputs
 
 
@@ -183,17 +163,11 @@ def _sort(
     order, places = torch.empty(2, num_pairs, dtype=torch.int32, device=device)
     tiles = torch.empty(most_tiles, 3, dtype=torch.int32, device=device)
     _sort_kernel[(num_experts,)](
-        expert_ids.reshape(-1),
-        order,
-        places,
-        tiles,
-        num_pairs,
-        most_tiles,
-        NUM_EXPERTS=num_experts,
-        TILE_ROWS=tile_rows,
+        expert_ids.reshape(-1), order, places, tiles, num_pairs, most_tiles,
+        NUM_EXPERTS=num_experts, TILE_ROWS=tile_rows,
         BINS=triton.next_power_of_2(num_experts + 1),
         BLOCK=min(_COUNTED, max(16, triton.next_power_of_2(num_pairs))),
-    )
+    )  # fmt: skip
     return _Pairs(order, places, tiles)
 
 
@@ -223,28 +197,13 @@ def _multiply(
     # Gates take as many registers again.
     columns = max(16, tile.columns // 2) if is_gated else tile.columns
     _product_kernel[(num_tiles * triton.cdiv(num_columns, columns),)](
-        inputs,
-        matrices,
-        outputs,
-        pairs.order,
-        pairs.tiles,
-        num_tiles,
-        num_columns,
-        *inputs.stride(),
-        *matrices.stride(),
-        NUM_INPUTS=inputs.shape[1],
-        TOP_K=top_k,
-        ACTIVATION=activation,
-        IS_GATED=is_gated,
-        SUMS=wide_dtype(inputs),
-        OPERAND=TRITON_DTYPES[inputs.dtype],
-        ROWS=tile.rows,
-        COLUMNS=columns,
-        INPUTS=tile.inputs,
-        GROUP=_GROUP,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        inputs, matrices, outputs, pairs.order, pairs.tiles, num_tiles, num_columns,
+        *inputs.stride(), *matrices.stride(),
+        NUM_INPUTS=inputs.shape[1], TOP_K=top_k, ACTIVATION=activation,
+        IS_GATED=is_gated, SUMS=wide_dtype(inputs), OPERAND=TRITON_DTYPES[inputs.dtype],
+        ROWS=tile.rows, COLUMNS=columns, INPUTS=tile.inputs, GROUP=_GROUP,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -258,22 +217,12 @@ def _take_best(choice, index):
 
 @triton.jit
 def _route_kernel(
-    scores,
-    correction,
-    token_mask,
-    ids,
-    weights,
-    SCALING: tl.constexpr,
-    TINY: tl.constexpr,
-    SCORING: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_K_GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    GROUPS_BLOCK: tl.constexpr,
+    scores, correction, token_mask, ids, weights,
+    SCALING: tl.constexpr, TINY: tl.constexpr, SCORING: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr, TOP_K: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    TOP_K_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Choose the experts of a token: groups are rows, their experts columns."""
     token = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, GROUPS_BLOCK)[:, None]
@@ -327,17 +276,10 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "most_tiles"])
 def _sort_kernel(
-    expert_ids,
-    order,
-    places,
-    tiles,
-    num_pairs,
-    most_tiles,
-    NUM_EXPERTS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    BINS: tl.constexpr,
+    expert_ids, order, places, tiles, num_pairs, most_tiles,
+    NUM_EXPERTS: tl.constexpr, TILE_ROWS: tl.constexpr, BINS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Count the pairs of all experts, then place those of one, in their order."""
     expert = tl.program_id(0)
     lanes, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
@@ -372,29 +314,13 @@ def _sort_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _product_kernel(
-    inputs,
-    matrices,
-    outputs,
-    order,
-    tiles,
-    num_tiles,
-    num_columns,
-    row_stride,
-    input_stride,
-    expert_stride,
-    matrix_row,
-    matrix_column,
-    NUM_INPUTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    SUMS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    inputs, matrices, outputs, order, tiles, num_tiles, num_columns, row_stride,
+    input_stride, expert_stride, matrix_row, matrix_column,
+    NUM_INPUTS: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr, SUMS: tl.constexpr, OPERAND: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr,
     GROUP: tl.constexpr,
-):
+):  # fmt: skip
     """Multiply one tile by some rows of its expert's matrix.
 
     Programs of a few tiles, often of the same expert, follow each other with all parts
@@ -446,19 +372,10 @@ def _product_kernel(
 
 @triton.jit
 def _add_kernel(
-    results,
-    expert_ids,
-    expert_weights,
-    places,
-    outputs,
-    width,
-    id_token,
-    id_choice,
-    weight_token,
-    weight_choice,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    results, expert_ids, expert_weights, places, outputs, width, id_token, id_choice,
+    weight_token, weight_choice,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Add a token's results in ascending id; what no expert made counts for nothing."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -44,52 +44,34 @@ def sample(logits: Logits, draws: Draws) -> PerRow:
     outputs = torch.empty_like(draws.seeds)
     if not num_rows:
         return outputs
-    chunk = min(_CHUNK, max(16, triton.next_power_of_2(vocab_size)))
+    chunk = min(_CHUNK, triton.next_power_of_2(vocab_size))
     num_chunks = triton.cdiv(vocab_size, chunk)
-    tops, noisy_tops = torch.empty(
-        2, num_rows, num_chunks, dtype=torch.float32, device=logits.device
-    )
-    ids, noisy_ids, limits = (
-        torch.empty(num_rows, size, dtype=torch.int32, device=logits.device)
-        for size in (num_chunks, num_chunks, 2)
-    )
-    row_tops = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    banned_ids = draws.banned_ids
-    rows = (
-        logits,
-        banned_ids,
-        vocab_size,
-        banned_ids.shape[1],
-        *logits.stride(),
-        *banned_ids.stride(),
-    )
+    shape = 2, num_rows, num_chunks
+    tops, noisy_tops = logits.new_empty(shape, dtype=torch.float32)
+    ids, noisy_ids = logits.new_empty(shape, dtype=torch.int32)
+    row_tops = logits.new_empty(num_rows, dtype=torch.float32)
+    limits = logits.new_empty(num_rows, 2, dtype=torch.int32)
+    assert logits.stride(1) == 1
+    banned_ids = draws.banned_ids.contiguous()
+    rows = logits, banned_ids, vocab_size, banned_ids.shape[1], logits.stride(0)
     chunks_block = triton.next_power_of_2(num_chunks)
     every_chunk = (num_rows, num_chunks)
     _top_kernel[every_chunk](*rows, tops, ids, CHUNK=chunk)
     _filter_kernel[(num_rows,)](
-        *rows,
-        *(draws.temperatures, draws.top_ks, draws.top_ps, draws.min_ps),
+        *rows, *(draws.temperatures, draws.top_ks, draws.top_ps, draws.min_ps),
         *(tops, ids, row_tops, limits, outputs),
-        NUM_CHUNKS=num_chunks,
-        CHUNKS_BLOCK=chunks_block,
-        CHUNK=_SEARCHED,
-        PROBES=_PROBES,
-        num_warps=16,
-    )
+        NUM_CHUNKS=num_chunks, CHUNKS_BLOCK=chunks_block, CHUNK=_SEARCHED,
+        PROBES=_PROBES, num_warps=16,
+    )  # fmt: skip
     _draw_kernel[every_chunk](
-        *rows,
-        *(draws.temperatures, draws.min_ps, draws.seeds, draws.positions),
+        *rows, *(draws.temperatures, draws.min_ps, draws.seeds, draws.positions),
         *(row_tops, limits, noisy_tops, noisy_ids),
-        CHUNK=chunk,
-        # A product and a sum that round once would be another number.
-        enable_fp_fusion=False,
-    )
+        CHUNK=chunk, enable_fp_fusion=False,
+    )  # fmt: skip
     _pick_kernel[(num_rows,)](
         *(draws.temperatures, row_tops, noisy_tops, noisy_ids, outputs),
-        NUM_CHUNKS=num_chunks,
-        CHUNKS_BLOCK=chunks_block,
-        num_warps=1,
-    )
+        NUM_CHUNKS=num_chunks, CHUNKS_BLOCK=chunks_block, num_warps=1,
+    )  # fmt: skip
     return outputs
 
 
@@ -102,25 +84,19 @@ def log_probabilities(logits: Logits) -> Logits:
     outputs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if not num_rows:
         return outputs
-    chunk = min(_CHUNK, max(16, triton.next_power_of_2(vocab_size)))
+    chunk = min(_CHUNK, triton.next_power_of_2(vocab_size))
     num_chunks = triton.cdiv(vocab_size, chunk)
-    tops, totals = torch.empty(
-        2, num_rows, num_chunks, dtype=torch.float32, device=logits.device
-    )
+    shape = 2, num_rows, num_chunks
+    tops, totals = logits.new_empty(shape, dtype=torch.float32)
+    assert logits.stride(1) == 1
     _sum_kernel[(num_rows, num_chunks)](
-        logits, tops, totals, vocab_size, *logits.stride(), CHUNK=chunk
+        logits, tops, totals, vocab_size, logits.stride(0), CHUNK=chunk
     )
     _log_kernel[(num_rows, num_chunks)](
-        logits,
-        tops,
-        totals,
-        outputs,
-        vocab_size,
-        *logits.stride(),
-        NUM_CHUNKS=num_chunks,
-        CHUNKS_BLOCK=triton.next_power_of_2(num_chunks),
+        logits, tops, totals, outputs, vocab_size, logits.stride(0),
+        NUM_CHUNKS=num_chunks, CHUNKS_BLOCK=triton.next_power_of_2(num_chunks),
         CHUNK=chunk,
-    )
+    )  # fmt: skip
     return outputs
 
 
@@ -136,22 +112,26 @@ def _first_largest(values, ids):
 
 
 @triton.jit
-def _load_values(
-    logits, banned_ids, row, ids, vocab_size, num_banned,
-    row_stride, token_stride, banned_row, banned_column,
-):  # fmt: skip
+def _load_values(row, ids):
     """Read logits of one row; banned tokens, and ids past the last, have none."""
-    place = logits + row * row_stride + ids.to(tl.int64) * token_stride
-    values = tl.load(place, mask=ids < vocab_size, other=float("-inf"))
+    logits, banned_ids, vocab_size, num_banned, _, _ = row
+    values = tl.load(logits + ids, mask=ids < vocab_size, other=float("-inf"))
     for index in range(num_banned):
-        banned = tl.load(banned_ids + row * banned_row + index * banned_column)
+        banned = tl.load(banned_ids + index)
         values = tl.where(ids == banned, float("-inf"), values)
     return values.to(tl.float32)
 
 
 @triton.jit
+def _load_scaled(row, ids):
+    """Read scaled logits of one row, the largest of which is 0."""
+    _, _, _, _, row_top, temperature = row
+    return exact_divide(_load_values(row, ids) - row_top, temperature)
+
+
+@triton.jit
 def _depths(scaled):
-    """Return the bits of scaled logits without their sign."""
+    """Return the bits of scaled logits without their sign, which order them."""
     return scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -163,18 +143,15 @@ def _masses(depths):
 
 @triton.jit(do_not_specialize=["num_banned"])
 def _top_kernel(
-    logits, banned_ids, vocab_size, num_banned,
-    row_stride, token_stride, banned_row, banned_column,
-    tops, top_ids,
+    logits, banned_ids, vocab_size, num_banned, row_stride, tops, top_ids,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Find the largest logit of a chunk."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = _load_values(
-        logits, banned_ids, row, ids, vocab_size, num_banned,
-        row_stride, token_stride, banned_row, banned_column,
-    )  # fmt: skip
+    logits, banned_ids = logits + row * row_stride, banned_ids + row * num_banned
+    source = (logits, banned_ids, vocab_size, num_banned, 0.0, 1.0)
+    values = _load_values(source, ids)
     top, top_id = _first_largest(values, ids)
     place = row * tl.num_programs(1) + chunk
     tl.store(tops + place, top)
@@ -183,24 +160,16 @@ def _top_kernel(
 
 @triton.jit
 def _weigh_down_to(
-    depth, row_top, temperature, row,
-    logits, banned_ids, vocab_size, num_banned,
-    row_stride, token_stride, banned_row, banned_column,
+    depth, row,
     IS_COUNT: tl.constexpr, CHUNK: tl.constexpr, PROBES: tl.constexpr,
 ):  # fmt: skip
     """Count or weigh the tokens down to each of some depths, in float64."""
+    vocab_size = row[2]
     sums = tl.zeros([CHUNK, PROBES], tl.float64)
     for first in tl.range(0, vocab_size, CHUNK):
         ids = first + tl.arange(0, CHUNK)
-        values = _load_values(
-            logits, banned_ids, row, ids, vocab_size, num_banned,
-            row_stride, token_stride, banned_row, banned_column,
-        )  # fmt: skip
-        depths = _depths(exact_divide(values - row_top, temperature))
-        if IS_COUNT:
-            weights = tl.full([CHUNK], 1, tl.float64)
-        else:
-            weights = _masses(depths)
+        depths = _depths(_load_scaled(row, ids))
+        weights = tl.full([CHUNK], 1, tl.float64) if IS_COUNT else _masses(depths)
         # Ids past the last are deepest, as forbidden tokens are, but are none.
         weights = tl.where(ids < vocab_size, weights, 0)
         is_above = depths[:, None] <= depth[None, :]
@@ -210,9 +179,7 @@ def _weigh_down_to(
 
 @triton.jit
 def _search(
-    goal, deepest, row_top, temperature, row,
-    logits, banned_ids, vocab_size, num_banned,
-    row_stride, token_stride, banned_row, banned_column,
+    goal, deepest, row,
     IS_COUNT: tl.constexpr, CHUNK: tl.constexpr, PROBES: tl.constexpr,
 ):  # fmt: skip
     """Return the least depth down to which tokens reach a goal, and what is above it.
@@ -223,11 +190,7 @@ def _search(
     while enough - least > 1:
         step = (enough - least + PROBES - 1) // PROBES
         probes = tl.minimum(least + step * (1 + tl.arange(0, PROBES)), enough)
-        sums = _weigh_down_to(
-            probes, row_top, temperature, row, logits, banned_ids, vocab_size,
-            num_banned, row_stride, token_stride, banned_row, banned_column,
-            IS_COUNT, CHUNK, PROBES,
-        )  # fmt: skip
+        sums = _weigh_down_to(probes, row, IS_COUNT, CHUNK, PROBES)
         is_enough = (sums >= goal) | (probes == enough)
         enough = tl.min(tl.where(is_enough, probes, enough), 0)
         least = tl.max(tl.where(is_enough, least, probes), 0)
@@ -236,22 +199,13 @@ def _search(
 
 
 @triton.jit
-def _find_tie(
-    depth, num_kept, row_top, temperature, row,
-    logits, banned_ids, vocab_size, num_banned,
-    row_stride, token_stride, banned_row, banned_column,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
+def _find_tie(depth, num_kept, row, CHUNK: tl.constexpr):
     """Return the highest id of the first tokens at a depth, as many as are kept."""
-    num_before = vocab_size * 0
-    last = vocab_size * 0 - 1
+    vocab_size = row[2]
+    num_before, last = vocab_size * 0, vocab_size * 0 - 1
     for first in range(0, vocab_size, CHUNK):
         ids = first + tl.arange(0, CHUNK)
-        values = _load_values(
-            logits, banned_ids, row, ids, vocab_size, num_banned,
-            row_stride, token_stride, banned_row, banned_column,
-        )  # fmt: skip
-        depths = _depths(exact_divide(values - row_top, temperature))
+        depths = _depths(_load_scaled(row, ids))
         is_tie = ((depths == depth) & (ids < vocab_size)).to(tl.int32)
         rank = num_before + tl.cumsum(is_tie, 0)
         is_kept = (is_tie > 0) & (rank <= num_kept)
@@ -262,12 +216,10 @@ def _find_tie(
 
 @triton.jit(do_not_specialize=["num_banned"])
 def _filter_kernel(
-    logits, banned_ids, vocab_size, num_banned,
-    row_stride, token_stride, banned_row, banned_column,
-    temperatures, top_ks, top_ps, min_ps,
-    tops, top_ids, row_tops, limits, outputs,
-    NUM_CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, PROBES: tl.constexpr,
+    logits, banned_ids, vocab_size, num_banned, row_stride, temperatures, top_ks,
+    top_ps, min_ps, tops, top_ids, row_tops, limits, outputs,
+    NUM_CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    PROBES: tl.constexpr,
 ):  # fmt: skip
     """Find a row's largest logit; then where its filters end, if it has any.
 
@@ -294,28 +246,26 @@ def _filter_kernel(
     has_top_k, has_top_p = (top_k > 0) & (top_k < vocab_size), top_p < 1
     is_open = (temperature > 0) & (tl.abs(row_top) < float("inf"))
     if is_open & (has_top_k | has_top_p):
+        source = (
+            logits + row * row_stride, banned_ids + row * num_banned,
+            vocab_size, num_banned, row_top, temperature,
+        )  # fmt: skip
         num_kept = tl.where(has_top_k, top_k, vocab_size).to(tl.float64)
         if has_top_k:
-            depth, above = _search(
-                num_kept, depth, row_top, temperature, row, logits, banned_ids,
-                vocab_size, num_banned, row_stride, token_stride, banned_row,
-                banned_column, True, CHUNK, PROBES,
-            )  # fmt: skip
+            depth, above = _search(num_kept, depth, source, True, CHUNK, PROBES)
             num_kept -= above
         if has_top_p:
-            before = depth - 1 + tl.arange(0, 2)
+            # Down to the last depth but one, and of the last what is kept.
             sums = _weigh_down_to(
-                before, row_top, temperature, row, logits, banned_ids, vocab_size,
-                num_banned, row_stride, token_stride, banned_row, banned_column,
+                depth - 1 + tl.arange(0, 2), source,
                 False, CHUNK, 2,
             )  # fmt: skip
-            total = tl.sum(tl.where(before < depth, sums, 0), 0)
+            total = tl.min(sums, 0)
             total += tl.where(has_top_k, num_kept * _masses(depth), 0)
             deepest = depth
             depth, above = _search(
-                top_p * total, deepest, row_top, temperature, row, logits, banned_ids,
-                vocab_size, num_banned, row_stride, token_stride, banned_row,
-                banned_column, False, CHUNK, PROBES,
+                top_p * total, deepest, source,
+                False, CHUNK, PROBES,
             )  # fmt: skip
             goal, mass = top_p * total - above, _masses(depth)
             wanted = tl.maximum(tl.ceil(goal / mass), 1)
@@ -324,20 +274,15 @@ def _filter_kernel(
             wanted = tl.where(wanted * mass < goal, wanted + 1, wanted)
             most = tl.where(depth == deepest, num_kept, vocab_size)
             num_kept = tl.minimum(tl.maximum(wanted, 1), most)
-        last_id = _find_tie(
-            depth, num_kept, row_top, temperature, row, logits, banned_ids, vocab_size,
-            num_banned, row_stride, token_stride, banned_row, banned_column, CHUNK,
-        )  # fmt: skip
+        last_id = _find_tie(depth, num_kept, source, CHUNK)
     tl.store(limits + row * 2, depth)
     tl.store(limits + row * 2 + 1, last_id)
 
 
 @triton.jit(do_not_specialize=["num_banned"])
 def _draw_kernel(
-    logits, banned_ids, vocab_size, num_banned,
-    row_stride, token_stride, banned_row, banned_column,
-    temperatures, min_ps, seeds, positions,
-    row_tops, limits, noisy_tops, noisy_ids,
+    logits, banned_ids, vocab_size, num_banned, row_stride, temperatures, min_ps, seeds,
+    positions, row_tops, limits, noisy_tops, noisy_ids,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Find the largest scaled logit of a chunk with noise, of the tokens kept."""
@@ -345,11 +290,11 @@ def _draw_kernel(
     temperature, row_top = tl.load(temperatures + row), tl.load(row_tops + row)
     if (temperature > 0) & (tl.abs(row_top) < float("inf")):
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        values = _load_values(
-            logits, banned_ids, row, ids, vocab_size, num_banned,
-            row_stride, token_stride, banned_row, banned_column,
+        source = (
+            logits + row * row_stride, banned_ids + row * num_banned,
+            vocab_size, num_banned, row_top, temperature,
         )  # fmt: skip
-        scaled = exact_divide(values - row_top, temperature)
+        scaled = _load_scaled(source, ids)
         depths, depth = _depths(scaled), tl.load(limits + row * 2)
         is_kept = depths < depth
         is_kept |= (depths == depth) & (ids <= tl.load(limits + row * 2 + 1))
@@ -387,13 +332,11 @@ def _pick_kernel(
 
 
 @triton.jit
-def _sum_kernel(
-    logits, tops, totals, vocab_size, row_stride, token_stride, CHUNK: tl.constexpr
-):
+def _sum_kernel(logits, tops, totals, vocab_size, row_stride, CHUNK: tl.constexpr):
     """Add up the exponentials of a chunk, as shares of its largest."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    place = logits + row * row_stride + ids.to(tl.int64) * token_stride
+    place = logits + row * row_stride + ids
     values = tl.load(place, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     top = tl.max(values, 0)
     # A chunk in which all tokens are forbidden has no share.
@@ -405,7 +348,7 @@ def _sum_kernel(
 
 @triton.jit
 def _log_kernel(
-    logits, tops, totals, outputs, vocab_size, row_stride, token_stride,
+    logits, tops, totals, outputs, vocab_size, row_stride,
     NUM_CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Bring a row's sums to their common largest, and take them from a chunk."""
@@ -418,6 +361,6 @@ def _log_kernel(
     fades = tl.where(each_total == 0, 0, tl.exp(each_top - top))
     total = tl.log(tl.sum(each_total * fades, 0))
     ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    place = logits + row * row_stride + ids.to(tl.int64) * token_stride
+    place = logits + row * row_stride + ids
     values = tl.load(place, mask=ids < vocab_size).to(tl.float32)
     tl.store(outputs + row * vocab_size + ids, values - top - total, ids < vocab_size)
