@@ -72,7 +72,8 @@ def settle_options(
                 )
         return engine_config
     is_gpu = device.type == "cuda"
-    graphs = engine_config.graphs or "off"
+    kernels = _settle_kernels(engine_config.kernels or "auto", is_gpu)
+    graphs = engine_config.graphs or ("all" if is_gpu else "off")
     if graphs in ("decode", "all") and not is_gpu:
         raise ConfigError(
             f'graphs={graphs!r} captures CUDA graphs, which needs a GPU; "padded" runs '
@@ -83,7 +84,7 @@ def settle_options(
     return replace(
         engine_config,
         graphs=graphs,
-        kernels=_settle_kernels(engine_config.kernels or "auto", is_gpu),
+        kernels=kernels,
         side_stream=bool(engine_config.side_stream),
     )
 

@@ -361,7 +361,7 @@ class EngineConfig:
             freed memory, ``checksums`` of shared blocks and snapshots.
         graphs: Which steps the optimized backend runs at padded shapes from fixed
             buffers: none (``off``), all but eagerly (``padded``), as CUDA graphs those
-            that only decode (``decode``) or ``all``.
+            that only decode (``decode``) or ``all``; the last on a GPU unless set.
         kernels: Kernel set of the optimized backend: ``torch``, ``triton``, or
             ``auto``, which is Triton on a GPU.
         side_stream: Whether the optimized backend computes shared experts beside the
