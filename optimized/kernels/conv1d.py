@@ -120,20 +120,11 @@ def conv_prefill(
 
 @triton.jit(do_not_specialize=["dummy_slot"])
 def _decode_kernel(
-    inputs,
-    weight,
-    bias,
-    states,
-    outputs,
-    slot_ids,
-    dummy_slot,
-    input_stride,
+    inputs, weight, bias, states, outputs, slot_ids, dummy_slot, input_stride,
     slot_stride,
-    CHANNELS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    WIDE: tl.constexpr,
+    CHANNELS: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr,
     TILE_C: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ids + row)
     if slot == dummy_slot:
@@ -171,25 +162,11 @@ def silu(x):
 
 @triton.jit
 def _prefill_kernel(
-    inputs,
-    weight,
-    bias,
-    states,
-    outputs,
-    initial,
-    initial_ids,
-    cu_lens,
-    cu_chunks,
-    chunk_rows,
-    input_stride,
-    slot_stride,
-    CHANNELS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    WIDE: tl.constexpr,
-    TILE_C: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SHARES: tl.constexpr,
-):
+    inputs, weight, bias, states, outputs, initial, initial_ids, cu_lens, cu_chunks,
+    chunk_rows, input_stride, slot_stride,
+    CHANNELS: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr,
+    TILE_C: tl.constexpr, TOKENS: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
     chunk, share = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(cu_chunks + chunk), tl.load(cu_chunks + chunk + 1)
     # Shares of a few tokens side by side, so that no loop is long.
@@ -233,32 +210,20 @@ def _prefill_kernel(
             tap = tl.load(inputs + (token + ahead) * input_stride, mask, other=0.0)
             taps += (tap.to(states.dtype.element_ty),)
         for ahead in tl.static_range(TOKENS):
-            total = taps[ahead].to(WIDE) * factors[0]
-            for lane in tl.static_range(1, WINDOW + 1):
+            total = offset
+            for lane in tl.static_range(WINDOW + 1):
                 total += taps[ahead + lane].to(WIDE) * factors[lane]
-            activated = silu(total + offset).to(outputs.dtype.element_ty)
+            activated = silu(total).to(outputs.dtype.element_ty)
             mask = is_channel & (token + ahead < end)
             tl.store(outputs + (token + ahead) * CHANNELS, activated, mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "dummy_slot"])
 def _store_windows_kernel(
-    inputs,
-    states,
-    initial,
-    cu_lens,
-    slot_ids,
-    snapshot_rows,
-    snapshot_ends,
-    snapshot_slot_ids,
-    num_rows,
-    dummy_slot,
-    input_stride,
-    slot_stride,
-    CHANNELS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE_C: tl.constexpr,
-):
+    inputs, states, initial, cu_lens, slot_ids, snapshot_rows, snapshot_ends,
+    snapshot_slot_ids, num_rows, dummy_slot, input_stride, slot_stride,
+    CHANNELS: tl.constexpr, WINDOW: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
     target = tl.program_id(1)
     if target < num_rows:
         row = target.to(tl.int64)

@@ -107,20 +107,10 @@ def _num_warps(values: int) -> int:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    hidden,
-    update,
-    total,
-    weight,
-    normed,
-    num_rows,
-    hidden_stride,
-    update_stride,
-    WIDTH: tl.constexpr,
-    EPS: tl.constexpr,
-    WIDE: tl.constexpr,
-    TILE_R: tl.constexpr,
+    hidden, update, total, weight, normed, num_rows, hidden_stride, update_stride,
+    WIDTH: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr, TILE_R: tl.constexpr,
     TILE_F: tl.constexpr,
-):
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     features = tl.arange(0, TILE_F)
     is_row, is_feature = (rows < num_rows)[:, None], (features < WIDTH)[None, :]
@@ -146,19 +136,10 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _gated_group_rms_norm_kernel(
-    hidden,
-    gate,
-    weight,
-    normed,
-    hidden_stride,
-    gate_stride,
-    GROUPS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    EPS: tl.constexpr,
-    WIDE: tl.constexpr,
-    TILE_G: tl.constexpr,
-    TILE_F: tl.constexpr,
-):
+    hidden, gate, weight, normed, hidden_stride, gate_stride,
+    GROUPS: tl.constexpr, FEATURES: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr,
+    TILE_G: tl.constexpr, TILE_F: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * TILE_G + tl.arange(0, TILE_G)
     features = tl.arange(0, TILE_F)

@@ -14,6 +14,7 @@ products round far more anyway, one number is enough, and holds the time step to
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -40,10 +41,12 @@ class _Tiles(NamedTuple):
         lanes: Lanes that enter a state at a time.
         pass_warps: Warps of that program.
         pass_stages: Tiles of lanes whose loads are under way at once.
-        out_lanes: Lanes of a chunk in a program that computes outputs.
+        out_lanes: Lanes of a chunk in a program that computes outputs; 64 of a chunk
+            that has more.
+        out_heads: Heads of a group in that program; fewer where programs are few.
         depth: State columns that one of its products adds up.
         warps: Warps of that program.
-        stages: Tiles whose loads are under way at once.
+        stages: Heads whose loads are under way at once; two where a chunk is cut.
     """
 
     dims: int
@@ -52,6 +55,7 @@ class _Tiles(NamedTuple):
     pass_warps: int
     pass_stages: int
     out_lanes: int
+    out_heads: int
     depth: int
     warps: int
     stages: int
@@ -60,10 +64,13 @@ class _Tiles(NamedTuple):
 #: By bytes of an operand of the matrix products. Products of float32 take no matrix
 #: units, and their operands whole rows of registers.
 _TILES = {
-    2: _Tiles(64, 64, 128, 8, 3, 64, 256, 4, 1),
-    4: _Tiles(32, 32, 32, 4, 2, 32, 32, 4, 1),
-    8: _Tiles(16, 32, 32, 4, 2, 16, 32, 4, 1),
+    2: _Tiles(64, 64, 128, 8, 3, 128, 8, 256, 8, 3),
+    4: _Tiles(32, 32, 32, 4, 2, 32, 4, 16, 8, 1),
+    8: _Tiles(16, 32, 16, 4, 2, 16, 4, 32, 8, 1),
 }
+
+#: Programs that leave part of a GPU without work.
+_FEW_PROGRAMS = 128
 
 #: Lanes, over all its heads, that a program settles.
 _SETTLED_LANES = 512
@@ -99,10 +106,7 @@ def scan_decode(
         ssm_states.stride(0),
         LOW=low,
         HIGH=high,
-        HEADS=config.num_heads,
-        HEADS_PER_GROUP=config.num_heads // config.num_groups,
-        DIM=config.head_dim,
-        STATE=config.state_size,
+        **_shape(config),
         WIDE=wide_dtype(x),
         TILE_P=tile,
         TILE_N=triton.next_power_of_2(config.state_size),
@@ -224,10 +228,7 @@ def _pass_states(
         *(batch.prefill_slot_ids, batch.initial_slot_ids),
         len(x),
         *(x.stride(0), B.stride(0), ssm_states.stride(0)),
-        HEADS=config.num_heads,
-        HEADS_PER_GROUP=config.num_heads // config.num_groups,
-        DIM=config.head_dim,
-        STATE=config.state_size,
+        **_shape(config),
         SIZE=config.scan_chunk_size,
         WIDE=wide_dtype(x),
         TILES_N=tiles_n,
@@ -251,27 +252,42 @@ def _compute_outputs(
     x, _, B, C = tokens
     y = x.new_empty(x.shape)
     tiles = _TILES[x.element_size()]
-    tile_t = min(tiles.out_lanes, config.scan_chunk_size)
-    parts = config.scan_chunk_size // tile_t
-    _outputs_kernel[(parts * config.num_heads, len(batch.scan_chunk_rows))](
+    size = config.scan_chunk_size
+    tile_t = size if size <= tiles.out_lanes else min(64, tiles.out_lanes)
+    tile_h = math.gcd(config.num_heads // config.num_groups, tiles.out_heads)
+    whole = size // tile_t * config.num_heads * len(batch.scan_chunk_rows)
+    # Heads share what they read alike, but each is computed in the same way.
+    while tile_h > 2 and tile_h % 2 == 0 and whole // tile_h < _FEW_PROGRAMS:
+        tile_h //= 2
+    parts = size // tile_t * (config.num_heads // tile_h)
+    _outputs_kernel[(parts, len(batch.scan_chunk_rows))](
         *(x, B, C, y, starts, settled.lanes),
         parameters.D,
         batch.cu_scan_chunks,
         len(x),
         *(x.stride(0), B.stride(0), C.stride(0)),
-        HEADS=config.num_heads,
-        HEADS_PER_GROUP=config.num_heads // config.num_groups,
-        DIM=config.head_dim,
-        STATE=config.state_size,
+        **_shape(config),
+        SIZE=size,
         WIDE=wide_dtype(x),
         IS_EXACT=x.dtype == settled.lanes.dtype,
+        TILE_H=tile_h,
         TILE_T=tile_t,
         TILE_P=_tile(config.head_dim),
         TILE_N=_tile(config.state_size, tiles.depth),
         num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        num_stages=tiles.stages if size == tile_t else min(2, tiles.stages),
     )
     return y
+
+
+def _shape(config: MambaConfig) -> dict[str, int]:
+    """Name the sizes that kernels are compiled for."""
+    return {
+        "HEADS": config.num_heads,
+        "HEADS_PER_GROUP": config.num_heads // config.num_groups,
+        "DIM": config.head_dim,
+        "STATE": config.state_size,
+    }
 
 
 def _tile(size: int, most: int | None = None) -> int:
@@ -296,32 +312,12 @@ def _time_steps(dt, bias, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["dummy_slot"])
 def _decode_kernel(
-    x,
-    dt,
-    B,
-    C,
-    y,
-    A,
-    dt_bias,
-    D,
-    states,
-    slot_ids,
-    dummy_slot,
-    x_stride,
-    dt_stride,
-    B_stride,
-    C_stride,
-    slot_stride,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEADS_PER_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    STATE: tl.constexpr,
-    WIDE: tl.constexpr,
-    TILE_P: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
+    x, dt, B, C, y, A, dt_bias, D, states, slot_ids, dummy_slot, x_stride, dt_stride,
+    B_stride, C_stride, slot_stride,
+    LOW: tl.constexpr, HIGH: tl.constexpr, HEADS: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
+    WIDE: tl.constexpr, TILE_P: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ids + row)
     if slot == dummy_slot:
@@ -353,32 +349,13 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["num_tokens", "num_snapshots", "dummy_slot"])
 def _settle_kernel(
-    dt,
-    lanes,
-    decays,
-    slots,
-    A,
-    dt_bias,
-    cu_lens,
-    row_positions,
-    cu_chunks,
-    chunk_rows,
-    snapshot_chunks,
-    snapshot_slot_ids,
-    num_tokens,
-    num_snapshots,
-    dummy_slot,
+    dt, lanes, decays, slots, A, dt_bias, cu_lens, row_positions, cu_chunks, chunk_rows,
+    snapshot_chunks, snapshot_slot_ids, num_tokens, num_snapshots, dummy_slot,
     dt_stride,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    SNAPSHOTS: tl.constexpr,
-    WIDE: tl.constexpr,
-    IS_EXACT: tl.constexpr,
-    TILE_T: tl.constexpr,
-    TILE_H: tl.constexpr,
-):
+    LOW: tl.constexpr, HIGH: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    SNAPSHOTS: tl.constexpr, WIDE: tl.constexpr, IS_EXACT: tl.constexpr,
+    TILE_T: tl.constexpr, TILE_H: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(1)
     begin, end = tl.load(cu_chunks + chunk), tl.load(cu_chunks + chunk + 1)
     if begin == end:
@@ -439,33 +416,12 @@ def _across(rows, columns, IS_WHOLE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pass_states_kernel(
-    x,
-    B,
-    starts,
-    lanes,
-    decays,
-    chunk_slots,
-    states,
-    cu_lens,
-    row_positions,
-    last_chunks,
-    slot_ids,
-    initial_ids,
-    num_tokens,
-    x_stride,
-    B_stride,
-    slot_stride,
-    HEADS: tl.constexpr,
-    HEADS_PER_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    STATE: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
-    TILES_N: tl.constexpr,
-    TILE_T: tl.constexpr,
-    TILE_P: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
+    x, B, starts, lanes, decays, chunk_slots, states, cu_lens, row_positions,
+    last_chunks, slot_ids, initial_ids, num_tokens, x_stride, B_stride, slot_stride,
+    HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, DIM: tl.constexpr,
+    STATE: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, TILES_N: tl.constexpr,
+    TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1)
     begin, end = tl.load(cu_lens + row), tl.load(cu_lens + row + 1)
     if begin == end:
@@ -533,30 +489,16 @@ def _multiply(left, right, total, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _outputs_kernel(
-    x,
-    B,
-    C,
-    y,
-    starts,
-    lanes,
-    D,
-    cu_chunks,
-    num_tokens,
-    x_stride,
-    B_stride,
-    C_stride,
-    HEADS: tl.constexpr,
-    HEADS_PER_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    STATE: tl.constexpr,
-    WIDE: tl.constexpr,
-    IS_EXACT: tl.constexpr,
-    TILE_T: tl.constexpr,
-    TILE_P: tl.constexpr,
+    x, B, C, y, starts, lanes, D, cu_chunks, num_tokens, x_stride, B_stride, C_stride,
+    HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, DIM: tl.constexpr,
+    STATE: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, IS_EXACT: tl.constexpr,
+    TILE_H: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr,
     TILE_N: tl.constexpr,
-):
+):  # fmt: skip
     chunk = tl.program_id(1).to(tl.int64)
-    head, top = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS * TILE_T
+    part = tl.program_id(0)
+    first_head = part % (HEADS // TILE_H) * TILE_H
+    top = part // (HEADS // TILE_H) * TILE_T
     begin = tl.load(cu_chunks + chunk)
     count = (tl.load(cu_chunks + chunk + 1) - begin).to(tl.int32)
     if top >= count:
@@ -566,54 +508,87 @@ def _outputs_kernel(
     is_dim, is_to = dims < DIM, lane < count - top
     ARE_DIMS: tl.constexpr = DIM == TILE_P
     ARE_COLUMNS: tl.constexpr = STATE % TILE_N == 0
-    channel = head * DIM + dims
-    group = head // HEADS_PER_GROUP * STATE
-    x += begin * x_stride + channel[None, :] + lane[:, None] * x_stride
+    group = first_head // HEADS_PER_GROUP * STATE
     B += begin * B_stride + group + columns[:, None] + lane[None, :] * B_stride
     C += (begin + top) * C_stride + group + lane[:, None] * C_stride + columns[None, :]
-    starts += (chunk * HEADS * DIM + channel)[None, :] * STATE + columns[:, None]
-    lanes += head.to(tl.int64) * 4 * num_tokens + begin + lane
-    # Rows without a token read nothing, and need no mask for it.
-    to_sums = tl.load(lanes + num_tokens + top, is_to, other=float("-inf"))
-    to_rest = tl.zeros((TILE_T,), WIDE)
-    if IS_EXACT:
-        to_rest = tl.load(lanes + 2 * num_tokens + top, is_to, other=0.0)
-    total = tl.zeros((TILE_T, TILE_P), WIDE)
-    for depth in tl.static_range(0, STATE, TILE_N):
-        is_column = depth + columns < STATE
-        out = tl.load(C + depth, _across(is_to, is_column, ARE_COLUMNS), other=0.0)
-        start = tl.load(starts + depth, _across(is_column, is_dim, ARE_DIMS), other=0.0)
-        total = _multiply(out, start, total, WIDE)
-    total *= tl.exp2(to_sums)[:, None]
-    for low in range(0, top + TILE_T, TILE_T):
-        is_come = lane < count - low
-        mask = _across(is_come, is_dim, ARE_DIMS)
-        inputs = tl.load(x + low * x_stride, mask, other=0.0)
-        read = tl.zeros((TILE_T, TILE_T), WIDE)
+    x += begin * x_stride + dims[None, :] + lane[:, None] * x_stride
+    y += (begin + top) * HEADS * DIM + dims[None, :] + lane[:, None] * (HEADS * DIM)
+    starts += chunk * HEADS * DIM * STATE + dims[None, :] * STATE + columns[:, None]
+    # How much each lane reads of each is the same for all heads of a group.
+    read = _read(B, C, top, is_to, is_to, columns, B_stride, STATE, WIDE, TILE_T)
+    out = tl.load(C, _across(is_to, columns < STATE, ARE_COLUMNS), other=0.0)
+    lanes += first_head.to(tl.int64) * 4 * num_tokens + begin + lane
+    mask = _across(is_to, is_dim, ARE_DIMS)
+    for head in range(first_head, first_head + TILE_H):
+        sums = lanes + (head - first_head) * 4 * num_tokens
+        # Rows without a token read nothing, and need no mask for it.
+        to_sums = tl.load(sums + num_tokens + top, is_to, other=float("-inf"))
+        to_rest = tl.zeros((TILE_T,), WIDE)
+        if IS_EXACT:
+            to_rest = tl.load(sums + 2 * num_tokens + top, is_to, other=0.0)
+        inputs = tl.load(x + top * x_stride + head * DIM, mask, other=0.0)
+        total = tl.zeros((TILE_T, TILE_P), WIDE)
         for depth in tl.static_range(0, STATE, TILE_N):
             is_column = depth + columns < STATE
             if STATE > TILE_N:
-                mask = _across(is_to, is_column, ARE_COLUMNS)
-                out = tl.load(C + depth, mask, other=0.0)
-            mask = is_column[:, None] & is_come[None, :]
-            into = tl.load(B + depth + low * B_stride, mask, other=0.0)
-            read = _multiply(out, into, read, WIDE)
-        if IS_EXACT:
-            sums = tl.load(lanes + num_tokens + low, is_come, other=0.0)
-            rest = tl.load(lanes + 2 * num_tokens + low, is_come, other=0.0)
-            steps = tl.load(lanes + low, is_come, other=0.0)
-            decays = to_sums[:, None] - sums[None, :]
-            decays += to_rest[:, None] - rest[None, :]
-            read *= steps[None, :]
-        else:
-            sums = tl.load(lanes + low, is_come, other=float("inf"))
-            decays = to_sums[:, None] - sums[None, :]
-        if low == top:
-            decays = tl.where(lane[:, None] >= lane[None, :], decays, float("-inf"))
-        weights = (read * tl.exp2(decays)).to(inputs.dtype)
-        total = _multiply(weights, inputs, total, WIDE)
-    mask = _across(is_to, is_dim, ARE_DIMS)
-    skipped = tl.load(x + top * x_stride, mask, other=0.0)
-    total += tl.load(D + head).to(WIDE) * skipped.to(WIDE)
-    y += (begin + top) * HEADS * DIM + lane[:, None] * (HEADS * DIM) + channel[None, :]
-    tl.store(y, total.to(y.dtype.element_ty), is_to[:, None] & is_dim[None, :])
+                from_c = _across(is_to, is_column, ARE_COLUMNS)
+                out = tl.load(C + depth, from_c, other=0.0)
+            start = tl.load(
+                starts + head * DIM * STATE + depth,
+                _across(is_column, is_dim, ARE_DIMS),
+                other=0.0,
+            )
+            total = _multiply(out, start, total, WIDE)
+        total *= tl.exp2(to_sums)[:, None]
+        if SIZE > TILE_T:
+            for low in range(0, top, TILE_T):
+                is_come = lane < count - low
+                come = _across(is_come, is_dim, ARE_DIMS)
+                entered = tl.load(x + low * x_stride + head * DIM, come, other=0.0)
+                before = _read(
+                    B, C, low, is_to, is_come, columns, B_stride, STATE, WIDE, TILE_T
+                )
+                decays, steps = _decays(
+                    sums + low, to_sums, to_rest, is_come, num_tokens, IS_EXACT
+                )
+                weights = before * steps * tl.exp2(decays)
+                total = _multiply(weights.to(inputs.dtype), entered, total, WIDE)
+        decays, steps = _decays(
+            sums + top, to_sums, to_rest, is_to, num_tokens, IS_EXACT
+        )
+        decays = tl.where(lane[:, None] >= lane[None, :], decays, float("-inf"))
+        weights = read * steps * tl.exp2(decays)
+        total = _multiply(weights.to(inputs.dtype), inputs, total, WIDE)
+        total += tl.load(D + head).to(WIDE) * inputs.to(WIDE)
+        tl.store(y + head * DIM, total.to(y.dtype.element_ty), mask)
+
+
+@triton.jit
+def _read(
+    B, C, low, is_to, is_come, columns, B_stride,
+    STATE: tl.constexpr, WIDE: tl.constexpr, TILE_T: tl.constexpr,
+):  # fmt: skip
+    """Multiply C of some lanes and B of others, from ``low`` on."""
+    TILE_N: tl.constexpr = columns.shape[0]
+    total = tl.zeros((TILE_T, TILE_T), WIDE)
+    for depth in tl.static_range(0, STATE, TILE_N):
+        is_column = depth + columns < STATE
+        out = tl.load(C + depth, is_to[:, None] & is_column[None, :], other=0.0)
+        mask = is_column[:, None] & is_come[None, :]
+        into = tl.load(B + depth + low * B_stride, mask, other=0.0)
+        total = _multiply(out, into, total, WIDE)
+    return total
+
+
+@triton.jit
+def _decays(sums, to_sums, to_rest, is_come, num_tokens, IS_EXACT: tl.constexpr):
+    """Return the logarithm of what is left of each lane, and a factor on it."""
+    if IS_EXACT:
+        come_sums = tl.load(sums + num_tokens, is_come, other=0.0)
+        rest = tl.load(sums + 2 * num_tokens, is_come, other=0.0)
+        steps = tl.load(sums, is_come, other=0.0)[None, :]
+        decays = to_sums[:, None] - come_sums[None, :]
+        return decays + (to_rest[:, None] - rest[None, :]), steps
+    else:
+        entered = tl.load(sums, is_come, other=float("inf"))
+        return to_sums[:, None] - entered[None, :], 1.0

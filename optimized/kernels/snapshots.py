@@ -46,20 +46,10 @@ def copy_states(
 
 @triton.jit(do_not_specialize=["dummy_slot", "num_rows"])
 def _copy_states_kernel(
-    conv,
-    ssm,
-    source_ids,
-    target_ids,
-    dummy_slot,
-    num_rows,
-    conv_stride,
-    ssm_stride,
-    CONV_SIZE: tl.constexpr,
-    SSM_SIZE: tl.constexpr,
-    SHARES: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    conv, ssm, source_ids, target_ids, dummy_slot, num_rows, conv_stride, ssm_stride,
+    CONV_SIZE: tl.constexpr, SSM_SIZE: tl.constexpr, SHARES: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     share, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, ROWS)
     targets = tl.load(target_ids + rows, rows < num_rows, other=dummy_slot)
@@ -76,14 +66,9 @@ def _copy_states_kernel(
 
 @triton.jit
 def _copy(
-    pool,
-    source,
-    target,
-    share,
-    SIZE: tl.constexpr,
-    SHARES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    pool, source, target, share,
+    SIZE: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Copy this program's tiles of a slot."""
     for first in range(share * TILE, SIZE, SHARES * TILE):
         places = first + tl.arange(0, TILE)

@@ -105,6 +105,10 @@ def _of(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         "scan_decode": lambda: scan.scan_decode(*scanned, config, states, batch()),
     }
     for size in SCAN_CHUNK_SIZES:
-        given = *scanned, replace(config, scan_chunk_size=size), states, batch()
-        found[f"scan_prefill {size}"] = lambda given=given: scan.scan_prefill(*given)
+        sized = *scanned, replace(config, scan_chunk_size=size), states
+        for name, chunks in (("few", 2), ("some", 8), ("many", 20)):
+            given = *sized, batch(chunks=chunks)
+            found[f"scan_prefill {size} {name}"] = lambda given=given: (
+                scan.scan_prefill(*given)
+            )
     return found
