@@ -39,15 +39,8 @@ def conv_decode(
     outputs = inputs.new_empty(inputs.shape)
     tile_c = _DECODE_BYTES // inputs.element_size()
     _decode_kernel[(triton.cdiv(channels, tile_c), rows)](
-        inputs,
-        weight,
-        bias,
-        conv_states,
-        outputs,
-        batch.decode_slot_ids,
-        len(conv_states) - 1,
-        inputs.stride(0),
-        conv_states.stride(0),
+        *(inputs, weight, bias, conv_states, outputs, batch.decode_slot_ids),
+        *(len(conv_states) - 1, inputs.stride(0), conv_states.stride(0)),
         CHANNELS=channels,
         WINDOW=conv_states.shape[2],
         WIDE=wide_dtype(weight),
@@ -76,20 +69,13 @@ def conv_prefill(
     size = inputs.element_size()
     tile_c = min(_PREFILL_BYTES // size, triton.next_power_of_2(channels))
     shape = {"CHANNELS": channels, "WINDOW": window}
+    strides = inputs.stride(0), conv_states.stride(0)
     tiles = triton.cdiv(channels, tile_c)
     _prefill_kernel[(tiles, len(batch.scan_chunk_rows), _SHARES)](
-        inputs,
-        weight,
-        bias,
-        conv_states,
-        outputs,
-        initial,
-        batch.initial_slot_ids,
-        batch.cu_prefill_lens,
-        batch.cu_scan_chunks,
-        batch.scan_chunk_rows,
-        inputs.stride(0),
-        conv_states.stride(0),
+        *(inputs, weight, bias, conv_states, outputs, initial),
+        *(batch.initial_slot_ids, batch.cu_prefill_lens),
+        *(batch.cu_scan_chunks, batch.scan_chunk_rows),
+        *strides,
         **shape,
         WIDE=wide_dtype(weight),
         TILE_C=tile_c,
@@ -99,18 +85,10 @@ def conv_prefill(
     )
     tile_c = _DECODE_BYTES // size
     _store_windows_kernel[(triton.cdiv(channels, tile_c), rows + snapshots)](
-        inputs,
-        conv_states,
-        initial,
-        batch.cu_prefill_lens,
-        batch.prefill_slot_ids,
-        batch.snapshot_rows,
-        batch.snapshot_ends,
-        batch.snapshot_slot_ids,
-        rows,
-        len(conv_states) - 1,
-        inputs.stride(0),
-        conv_states.stride(0),
+        *(inputs, conv_states, initial),
+        *(batch.cu_prefill_lens, batch.prefill_slot_ids),
+        *(batch.snapshot_rows, batch.snapshot_ends, batch.snapshot_slot_ids),
+        *(rows, len(conv_states) - 1, *strides),
         **shape,
         TILE_C=tile_c,
         num_warps=2,

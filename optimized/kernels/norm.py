@@ -53,12 +53,7 @@ def gated_group_rms_norm(
     tile_g = min(triton.next_power_of_2(num_groups), max(1, 2 * _TILE // tile_f))
     grid = len(hidden), triton.cdiv(num_groups, tile_g)
     _gated_group_rms_norm_kernel[grid](
-        hidden,
-        gate,
-        weight,
-        normed,
-        hidden.stride(0),
-        gate.stride(0),
+        *(hidden, gate, weight, normed, hidden.stride(0), gate.stride(0)),
         GROUPS=num_groups,
         FEATURES=features,
         EPS=eps,
@@ -83,13 +78,7 @@ def _launch_rms_norm(
     tile_f = triton.next_power_of_2(width)
     tile_r = max(1, _TILE // tile_f)
     _rms_norm_kernel[(triton.cdiv(rows, tile_r),)](
-        hidden,
-        update,
-        total,
-        weight,
-        normed,
-        rows,
-        hidden.stride(0),
+        *(hidden, update, total, weight, normed, rows, hidden.stride(0)),
         0 if update is None else update.stride(0),
         WIDTH=width,
         EPS=eps,

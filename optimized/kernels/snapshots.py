@@ -27,14 +27,8 @@ def copy_states(
     if not rows:
         return
     _copy_states_kernel[(_SHARES, layers)](
-        caches.conv,
-        caches.ssm,
-        source_slot_ids,
-        target_slot_ids,
-        dummy_slot,
-        rows,
-        caches.conv.stride(0),
-        caches.ssm.stride(0),
+        *(caches.conv, caches.ssm, source_slot_ids, target_slot_ids),
+        *(dummy_slot, rows, caches.conv.stride(0), caches.ssm.stride(0)),
         CONV_SIZE=caches.conv[0, 0].numel() if layers else 0,
         SSM_SIZE=caches.ssm[0, 0].numel() if layers else 0,
         SHARES=_SHARES,

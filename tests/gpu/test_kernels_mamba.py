@@ -202,8 +202,11 @@ def test_copies() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pool_dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [64, 128, 256])
-def test_company_and_cuts_change_no_bit(dtype: torch.dtype, chunk: int) -> None:
+def test_company_and_cuts_change_no_bit(
+    dtype: torch.dtype, pool_dtype: torch.dtype, chunk: int
+) -> None:
     """A row alone, in company, again or cut at a chunk gives the same."""
     sizes, layer = make_sizes(chunk), parameters()
     config = replace(NANO3, scan_chunk_size=chunk)
@@ -215,7 +218,7 @@ def test_company_and_cuts_change_no_bit(dtype: torch.dtype, chunk: int) -> None:
     def run(rows: list[Slice], first: int, end: int) -> tuple[Tensor, Tensor]:
         step = make_step(sizes, [], rows)
         batch = build_padded(sizes, step, Padding(len(rows), 0, 9))
-        states = states_of(sizes.num_slots, torch.float32, *STATE)
+        states = states_of(sizes.num_slots, pool_dtype, *STATE)
         row = step[0].rows[-1]
         states[row.initial_slot_id] = carried
         part = ScanTokens(*(place(p[first:end], batch) for p in tokens))
@@ -225,7 +228,7 @@ def test_company_and_cuts_change_no_bit(dtype: torch.dtype, chunk: int) -> None:
             [*snapshots, states[row.slot_id]]
         )
 
-    carried = torch.zeros(STATE)
+    carried = torch.zeros(STATE, dtype=pool_dtype)
     mine = Slice(0, length, snapshots=[boundary])
     alone = run([mine], before, before + length)
     for _ in range(2):

@@ -165,9 +165,13 @@ def test_decode_rows_are_scanned(count: int) -> None:
     test_scan.test_decode_rows(count, F32)
 
 
-def test_resuming_at_a_chunk_is_going_on() -> None:
-    """States are handed on as they are stored, so a cut there changes no bit."""
-    layer, tokens = test_scan.parameters(), scan_tokens(MAMBA, 59)
+@pytest.mark.parametrize("dtype", [F32, torch.float64])
+def test_resuming_at_a_chunk_is_going_on(dtype: torch.dtype) -> None:
+    """States are handed on as they are stored, so a cut there changes no bit.
+
+    Float64 tokens and a float32 pool show the rounding.
+    """
+    layer, tokens = test_scan.parameters(), scan_tokens(MAMBA, 59, dtype=dtype)
     whole, cut = test_scan.pool(SIZES), test_scan.pool(SIZES)
 
     def run(states: torch.Tensor, first: int, end: int) -> torch.Tensor:
