@@ -204,7 +204,8 @@ def assert_same_step(
     assert set(record.logprobs) == set(expected.logprobs)
     for name, values in expected.logprobs.items():
         try:
-            assert_logprobs("optimized", record.logprobs[name].cpu(), values, dtype)
+            mine = record.logprobs[name].cpu()
+            assert_logprobs("optimized", mine, values.cpu(), dtype)
         except AssertionError as error:
             raise AssertionError(f"step {record.step}, {name}: {error}") from error
 
@@ -263,7 +264,8 @@ def _untimed(output: RequestOutput) -> RequestOutput:
 
 def _known_tokens(state: EngineState) -> Tensor:
     """Mark the places of all tokens that are held or cached, by block and offset."""
-    is_known = torch.zeros(state.caches.kv.shape[2:4], dtype=torch.bool)
+    shape = state.caches.kv.shape[2:4]
+    is_known = torch.zeros(shape, dtype=torch.bool, device="cpu")
     is_known[list(state.blocks.hashes)] = True
     for request in state.running:
         _mark(is_known, request)

@@ -143,7 +143,7 @@ def soak(twin: Twin, ties: Ties) -> dict[str, CacheReport]:
         compare_draws(twin, record.plan, truth, ties)
     for name, rows in run.logprobs.items():
         for position, values in rows.items():
-            assert_logprobs("optimized", values, alone[name][1][position])
+            assert_logprobs("optimized", values.cpu(), alone[name][1][position])
     assert {name: each.token_ids for name, each in run.outputs.items()} == tokens
     return {name: each.cache for name, each in run.outputs.items()}
 

@@ -92,13 +92,12 @@ def test_a_replay_equals_the_eager_step(
         assert mine.tokens == theirs.tokens
         for request_id, values in mine.logprobs.items():
             assert_equal(values, theirs.logprobs[request_id])
-    assert all(
-        torch.equal(mine, theirs)
-        for mine, theirs in zip(
-            *(engine.export_state().caches.tensors() for engine in engines),
-            strict=True,
-        )
-    )
+    # In dummies, which come last, padded rows overwrite each other in any order.
+    for pools in zip(
+        *(e.export_state().caches.tensors() for e in engines), strict=True
+    ):
+        mine, theirs = (pool.movedim(2 if pool.ndim == 6 else 1, 0) for pool in pools)
+        assert_equal(mine[:-1], theirs[:-1])
 
 
 def test_many_passes_equal_the_first() -> None:
