@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.errors import PlanError
 from lockstep.request import Request
 from lockstep.trace import StepRecord
 from tests.books import BLOCK, Action, Books, Setting, act, make_request, random_trace
@@ -201,16 +202,19 @@ def test_rows_share_a_table_until_it_changes() -> None:
 
 
 def test_replaced_lists_are_noticed() -> None:
-    """Requests of the same name, but not the same ones, with other blocks."""
+    """Each alone: requests of the same name, but not the same ones, other blocks."""
     books = crowd(3, max_requests=2, max_tokens_per_step=40)
-    books.step()
+    # The second token needs a block, the third none.
+    before = [books.step().rows for _ in range(2)][-1]
     scheduler = books.scheduler
     scheduler.running = copy.deepcopy(scheduler.running)
     for request in scheduler.running:
         request.block_table.reverse()
     plan = scheduler.plan()
     tables = [request.block_table for request in scheduler.running]
+    assert list(map(len, tables)) == [len(row.block_table) for row in before]
     assert [row.block_table for row in plan.rows] == tables
+    assert scheduler.find("r0") is scheduler.running[0]
     assert scheduler._by_name() is scheduler._by_name()
     scheduler.waiting = copy.deepcopy(scheduler.waiting)
     assert scheduler.find("r2") is scheduler.waiting[0]
@@ -297,3 +301,107 @@ def test_who_is_to_blame(mix: str) -> None:
         assert list(twins.records[-1][0].failed) == ["r0"]
         twins.act(("fail", "first_missing", 0))
         twins.run_dry()
+
+
+def two_that_decode(side: str) -> Books:
+    """Return two requests of one block each, in a pool that has no more."""
+    books = Books(side, Setting(num_blocks=2))
+    for token in range(2):
+        books.add([token] * BLOCK, 2)
+    books.step()
+    return books
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_who_decodes_is_to_blame_for_its_block(side: str, index: int) -> None:
+    """Neither the one before it nor nobody."""
+    books = Books(side, Setting(num_blocks=20))
+    for token in range(2):
+        books.add([token] * BLOCK, 2)
+    books.step()
+    books.trap.arm("allocate", index)
+    assert list(books.step().failed) == [f"r{index}"]
+
+
+@pytest.mark.parametrize(("name", "rows"), [("r0", ["r0"]), ("r1", [])])
+def test_one_that_decodes_may_run_alone(side: str, name: str, rows: list[str]) -> None:
+    """Who came last is preempted for its block, though it be itself."""
+    books = two_that_decode(side)
+    failed = copy.deepcopy(books).step().plan
+    failed.rows[0].request_id = name
+    books.scheduler.run_alone(failed)
+    plan = books.scheduler.plan()
+    assert [row.request_id for row in plan.rows] == rows
+    assert plan.preempted == ["r1"]
+
+
+def test_who_waits_to_run_alone_is_made_room_for(side: str) -> None:
+    """What a replayed plan admitted in between is preempted."""
+    books = Books(side, Setting(max_requests=1))
+    books.add([1])
+    books.trap.arm("forward", 0)
+    assert books.step().interrupted == ["r0"]
+    books.add([2])
+    aside = copy.deepcopy(books)
+    aside.abort("r0")
+    assert [row.request_id for row in books.step(aside.step().plan).rows] == ["r1"]
+    record = books.step()
+    assert [row.request_id for row in record.rows] == ["r0"]
+    assert record.plan.preempted == ["r1"]
+
+
+def test_a_replay_preempts_when_a_block_is_missing(side: str) -> None:
+    """As recorded; without a victim in the plan it is refused."""
+    books = two_that_decode(side)
+    expected = copy.deepcopy(books).step()
+    assert expected.plan.preempted == ["r1"]
+    assert expected.plan.evicted_blocks
+    found = copy.deepcopy(books).step(expected.plan)
+    assert essence(found) == essence(expected)
+    expected.plan.preempted.clear()
+    reason = books.step(expected.plan).eager_reason
+    assert reason == "no block is left for 'r0' to decode"
+
+
+@pytest.mark.parametrize(
+    "setting", [Setting(num_blocks=2), Setting(num_blocks=20, max_requests=1)]
+)
+def test_a_replay_that_cannot_admit_is_refused(side: str, setting: Setting) -> None:
+    """For want of blocks or of a slot."""
+    source, heir = Books(side, Setting(num_blocks=20)), Books(side, setting)
+    for books in (source, heir):
+        books.add([0] * BLOCK)
+        books.add([1] * 2 * BLOCK)
+    record = heir.step(source.step().plan)
+    assert record.eager_reason == "no blocks or slot are left to admit 'r1'"
+    assert not record.rows
+
+
+def test_the_first_admission_is_timed(side: str) -> None:
+    """Not a later one."""
+    books = Books(side, Setting(max_requests=1))
+    books.add([1])
+    books.add([2])
+    first, second = books.requests
+    books.step()
+    admitted = first.timings.admitted
+    assert admitted is not None
+    assert admitted >= first.timings.arrived
+    books.scheduler.preempt(first)
+    books.step()
+    assert first.timings.admitted == admitted
+    assert second.timings.admitted is None
+
+
+def test_who_was_removed_is_not_found(side: str) -> None:
+    """To remove it again changes nothing."""
+    books = Books(side)
+    books.add([1])
+    books.add([2])
+    books.step()
+    request = books.requests[0]
+    for _ in range(2):
+        books.scheduler.remove(request)
+        with pytest.raises(PlanError, match="no unfinished request is named 'r0'"):
+            books.scheduler.find("r0")
+        books.check()

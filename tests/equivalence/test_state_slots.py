@@ -157,7 +157,7 @@ def test_integrity_sees_maps_that_differ() -> None:
     user.publish(1)
     user.slots.check_integrity([], [key(1)])
     user.slots._hashes[user.slots.lookup(key(1))] = key(2)
-    with pytest.raises(IntegrityError, match="not inverse"):
+    with pytest.raises(IntegrityError, match="not inverse$"):
         user.slots.check_integrity([], [key(1)])
 
 

@@ -347,14 +347,19 @@ def test_integrity_sees(side: str, message: str, corrupt: Corruption) -> None:
         pool.check_integrity(tables)
 
 
-def test_integrity_sees_a_map_that_lost_a_block(side: str) -> None:
-    """What a block contains and where content is must agree."""
+@pytest.mark.parametrize("lost", [True, False])
+def test_integrity_sees_maps_that_differ(side: str, lost: bool) -> None:
+    """What a block contains and where content is must agree, both ways."""
+    state, tables = sound_state()
     pool = make_pool(side, 6)
-    pool.import_state(sound_state()[0])
+    pool.import_state(state)
     by_hash = pool.by_hash if side == "reference" else pool._by_hash
-    by_hash.popitem()
+    if lost:
+        by_hash.popitem()
+    else:
+        by_hash[chain(7)[0]] = 0
     with pytest.raises(IntegrityError, match="the two hash maps"):
-        pool.check_integrity([[0, 1, 2]])
+        pool.check_integrity(tables)
 
 
 def test_integrity_sees_a_block_twice_in_a_table(side: str) -> None:
@@ -376,3 +381,13 @@ def test_import_copies(side: str) -> None:
     pool.release(tables[0])
     pool.allocate(3)
     assert state == exported == sound_state()[0]
+
+
+def test_import_forgets(side: str) -> None:
+    """What was held or cached before is gone."""
+    state, tables = sound_state()
+    pool = make_pool(side, 6)
+    store(pool, 7, 8, 9, 10, 11, 12)
+    pool.import_state(state)
+    pool.check_integrity(tables)
+    assert pool.match(chain(7)) == []

@@ -268,3 +268,14 @@ def test_import_copies(side: str) -> None:
     slots.drop(key(1))
     store(slots, 7, 8, 9)
     assert state == exported == sound_state()
+
+
+def test_import_forgets(side: str) -> None:
+    """What was reserved, pinned or stored before is gone."""
+    slots = make_slots(side)
+    for slot in store(slots, 7, 8):
+        slots.pin(slot)
+    slots.reserve(key(9))
+    slots.import_state(sound_state())
+    slots.check_integrity([0], sound_state().stored)
+    assert [slots.lookup(key(name)) for name in (7, 8)] == [None, None]
