@@ -116,7 +116,7 @@ def attend_decode(
     sums = queries.new_empty((*shape, head_dim), dtype=wide)
     tops, totals = (queries.new_empty(shape, dtype=wide) for _ in range(2))
     rows = (batch.context_lens, sums, tops, totals, outputs)
-    _decode_kernel[(num_rows, key_blocks.shape[2], num_splits)](
+    _attend_split_kernel[(num_rows, key_blocks.shape[2], num_splits)](
         queries, key_blocks, value_blocks, batch.block_tables, *rows, *queries.stride(),
         *_slots(key_blocks).stride(), batch.block_tables.stride(0),
         **common, SCALE=scale, NUM_SPLITS=num_splits,
@@ -124,7 +124,7 @@ def attend_decode(
         num_stages=num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        _combine_kernel[(num_rows, num_heads)](
+        _combine_splits_kernel[(num_rows, num_heads)](
             *rows,
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, DIM_BLOCK=common["DIM_BLOCK"],
             NUM_SPLITS=num_splits, AT_A_TIME=at_a_time,
@@ -155,7 +155,7 @@ def attend_prefill(
     num_rows = len(batch.cu_prefill_lens) - 1
     most_tiles = num_tokens * common["GROUP_BLOCK"] // lanes + num_rows + 1
     most_tiles = min(num_tokens, most_tiles)
-    _prefill_kernel[(most_tiles, key_blocks.shape[2])](
+    _attend_tile_kernel[(most_tiles, key_blocks.shape[2])](
         queries, key_blocks, value_blocks,
         batch.block_tables[batch.num_decode_tokens :], batch.cu_prefill_lens,
         batch.prefill_starts, outputs, num_tokens, num_rows, *queries.stride(),
@@ -315,7 +315,7 @@ def _split_len(context, NUM_SPLITS: tl.constexpr, AT_A_TIME: tl.constexpr):
 
 
 @triton.jit
-def _decode_kernel(
+def _attend_split_kernel(
     queries, key_blocks, value_blocks, block_tables, context_lens, sums, tops, totals,
     outputs, query_token, query_head, query_dim, slot_stride, head_stride, dim_stride,
     table_stride,
@@ -359,7 +359,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _combine_kernel(
+def _combine_splits_kernel(
     context_lens, sums, tops, totals, outputs,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     NUM_SPLITS: tl.constexpr, AT_A_TIME: tl.constexpr,
@@ -382,7 +382,7 @@ def _combine_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
-def _prefill_kernel(
+def _attend_tile_kernel(
     queries, key_blocks, value_blocks, block_tables, cu_prefill_lens, prefill_starts,
     outputs, num_tokens, num_rows, query_token, query_head, query_dim, slot_stride,
     head_stride, dim_stride, table_stride,

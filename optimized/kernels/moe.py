@@ -58,12 +58,11 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-#: By bytes of an operand; the first whose height is twice an expert's average of pairs,
-#: or the last.
+#: By bytes of an operand; the first that is a quarter taller than an expert has pairs
+#: on average, or the last.
 _TILES = {
     2: (
-        _Tile(16, 64, 128, 4, 4), _Tile(32, 64, 128, 4, 4),
-        _Tile(64, 128, 64, 4, 4), _Tile(128, 256, 64, 8, 3),
+        _Tile(16, 64, 128, 4, 4), _Tile(32, 64, 128, 4, 4), _Tile(128, 256, 64, 8, 4),
     ),
     4: (_Tile(16, 64, 32, 4, 3), _Tile(32, 64, 32, 4, 3), _Tile(64, 64, 16, 8, 3)),
     8: (_Tile(16, 32, 16, 4, 1), _Tile(32, 32, 16, 4, 1)),
@@ -151,7 +150,7 @@ class _Pairs(NamedTuple):
 def _choose_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> _Tile:
     """Choose from padded shapes alone."""
     tiles = _TILES[dtype.itemsize]
-    low = (tile for tile in tiles if tile.rows * num_experts >= 2 * num_pairs)
+    low = (tile for tile in tiles if tile.rows * num_experts * 4 >= num_pairs * 5)
     return next(low, tiles[-1])
 
 
@@ -337,7 +336,7 @@ def _product_kernel(
         is_row = rows < tl.load(tiles + tile * 3 + 2)
         columns = part * COLUMNS + tl.arange(0, COLUMNS)
         is_column = columns < num_columns
-        # What stands for missing rows and columns is computed, and not stored.
+        # What stands for missing columns is computed, and not stored.
         sources = tl.where(is_row, rows, 0)
         if TOP_K > 0:
             sources = tl.load(order + rows, mask=is_row, other=0) // TOP_K
@@ -353,7 +352,8 @@ def _product_kernel(
         for first in range(0, NUM_INPUTS, INPUTS):
             mask = None if NUM_INPUTS % INPUTS == 0 else steps < NUM_INPUTS - first
             other = None if NUM_INPUTS % INPUTS == 0 else 0
-            operand = tl.load(source, mask=mask, other=other)
+            is_there = is_row[:, None] if mask is None else is_row[:, None] & mask
+            operand = tl.load(source, mask=is_there, other=0)
             part_of = tl.load(matrix, mask=mask, other=other).to(OPERAND)
             sums = add_product(operand, tl.trans(part_of), sums)
             if IS_GATED:

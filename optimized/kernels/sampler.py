@@ -1,16 +1,17 @@
-"""Draws in four launches, each row by what it wants, without asking on the host.
+"""Draws of each row by what it wants, without asking on the host what that is.
 
 Rows are cut into chunks of the vocabulary, so that one row too fills the device; the
 best of the chunks are compared in a launch of its own. A greedy row is read once. A
-random one is read again, with noise. Only a row with top-k or top-p has its threshold
-searched, by one program, while those of other rows return at once.
+random one is read again, with noise. Only a row with top-k or top-p has a threshold
+searched; programs of other rows return at once.
 
 The search does not sort. Scaled logits are at most 0, and the bits of a float without
-its sign are ordered as its absolute value is: a *depth*. The search narrows down, a few
-probes at a time, the least depth down to which tokens count or weigh enough. Of tokens
-at that very depth, which are equal, the lowest ids stay. So a row keeps the tokens that
-it keeps on the other side: counts are whole numbers, and shares are added in float64,
-whose rounding hardly ever decides. Quotients, noise and shares are the same numbers.
+its sign are ordered as its absolute value is: a *depth*. Each launch narrows down the
+least depth down to which tokens count or weigh enough, by as many probes at once as
+make eight launches enough. Of tokens at that very depth, which are equal, the lowest
+ids stay. So a row keeps the tokens that it keeps on the other side: counts are whole
+numbers, and shares are added in float64, whose rounding hardly ever decides. Quotients,
+noise and shares are the same numbers.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ from lockstep.shapes import Logits, PerRow
 
 from .exact import exact_divide
 
-#: Tokens that a program looks at, or a search at a time, and depths that it probes.
+#: Tokens that a program looks at, and that a search looks at, at a time.
 _CHUNK = 2048
-_SEARCHED = 1024
-_PROBES = 8
+_SEARCHED = 256
+#: Depths that are probed at once, and launches that then find any one of 2^31.
+_PROBES = 16
+_TURNS = 8
+#: Programs of a search that fill the device, and the most that share a row.
+_PROGRAMS = 1024
+_MAX_PARTS = 64
 
 _INFINITE_DEPTH = tl.constexpr(0x7F800000)
 _NO_ID = tl.constexpr(2**31 - 1)
@@ -36,9 +42,8 @@ _NO_ID = tl.constexpr(2**31 - 1)
 def sample(logits: Logits, draws: Draws) -> PerRow:
     """Draw all rows.
 
-    Cost: four launches, of which a greedy row reads its logits in one, a random one in
-    two; a filtered one reads them about ten times more for each filter that needs
-    sums. Memory is two numbers for each chunk.
+    Cost: 23 launches, but a greedy row reads its logits in one of them, a random one in
+    two; each filter that needs sums reads them eight times more.
     """
     num_rows, vocab_size = logits.shape
     outputs = torch.empty_like(draws.seeds)
@@ -50,23 +55,35 @@ def sample(logits: Logits, draws: Draws) -> PerRow:
     tops, noisy_tops = logits.new_empty(shape, dtype=torch.float32)
     ids, noisy_ids = logits.new_empty(shape, dtype=torch.int32)
     row_tops = logits.new_empty(num_rows, dtype=torch.float32)
-    limits = logits.new_empty(num_rows, 2, dtype=torch.int32)
+    ties = logits.new_empty(shape[1:], dtype=torch.int32)
+    num_parts = max(1, min(_MAX_PARTS, num_chunks, _PROGRAMS // num_rows))
+    num_parts = 1 << num_parts.bit_length() - 1
+    limits = logits.new_empty(num_rows, 2, dtype=torch.float64)
+    states = logits.new_empty(2, num_rows, 4, dtype=torch.float64)
+    sums = logits.new_empty(2, num_rows, num_parts, _PROBES, dtype=torch.float64)
     assert logits.stride(1) == 1
     banned_ids = draws.banned_ids.contiguous()
     rows = logits, banned_ids, vocab_size, banned_ids.shape[1], logits.stride(0)
+    filters = draws.temperatures, draws.top_ks, draws.top_ps, row_tops, limits
     chunks_block = triton.next_power_of_2(num_chunks)
     every_chunk = (num_rows, num_chunks)
     _top_kernel[every_chunk](*rows, tops, ids, CHUNK=chunk)
-    _filter_kernel[(num_rows,)](
-        *rows, *(draws.temperatures, draws.top_ks, draws.top_ps, draws.min_ps),
-        *(tops, ids, row_tops, limits, outputs),
-        NUM_CHUNKS=num_chunks, CHUNKS_BLOCK=chunks_block, CHUNK=_SEARCHED,
-        PROBES=_PROBES, num_warps=16,
+    _settle_kernel[(num_rows,)](
+        *filters, draws.min_ps, tops, ids, outputs, vocab_size,
+        NUM_CHUNKS=num_chunks, CHUNKS_BLOCK=chunks_block,
     )  # fmt: skip
+    for is_count in (True, False):
+        for turn in range(_TURNS + 1):
+            _search_kernel[(num_rows, num_parts if turn < _TURNS else 1)](
+                *rows, *filters, states, sums, num_rows, turn,
+                IS_COUNT=is_count, PARTS=num_parts, CHUNK=_SEARCHED, PROBES=_PROBES,
+                TURNS=_TURNS, num_warps=4,
+            )  # fmt: skip
+    _tie_kernel[every_chunk](*rows, *filters, ties, CHUNK=chunk)
     _draw_kernel[every_chunk](
-        *rows, *(draws.temperatures, draws.min_ps, draws.seeds, draws.positions),
-        *(row_tops, limits, noisy_tops, noisy_ids),
-        CHUNK=chunk, enable_fp_fusion=False,
+        *rows, *filters, draws.min_ps, draws.seeds, draws.positions, ties, noisy_tops,
+        noisy_ids,
+        CHUNK=chunk, CHUNKS_BLOCK=chunks_block, enable_fp_fusion=False,
     )  # fmt: skip
     _pick_kernel[(num_rows,)](
         *(draws.temperatures, row_tops, noisy_tops, noisy_ids, outputs),
@@ -159,71 +176,21 @@ def _top_kernel(
 
 
 @triton.jit
-def _weigh_down_to(
-    depth, row,
-    IS_COUNT: tl.constexpr, CHUNK: tl.constexpr, PROBES: tl.constexpr,
-):  # fmt: skip
-    """Count or weigh the tokens down to each of some depths, in float64."""
-    vocab_size = row[2]
-    sums = tl.zeros([CHUNK, PROBES], tl.float64)
-    for first in tl.range(0, vocab_size, CHUNK):
-        ids = first + tl.arange(0, CHUNK)
-        depths = _depths(_load_scaled(row, ids))
-        weights = tl.full([CHUNK], 1, tl.float64) if IS_COUNT else _masses(depths)
-        # Ids past the last are deepest, as forbidden tokens are, but are none.
-        weights = tl.where(ids < vocab_size, weights, 0)
-        is_above = depths[:, None] <= depth[None, :]
-        sums += tl.where(is_above, weights[:, None], 0)
-    return tl.sum(sums, 0)
+def _is_drawn(row, temperatures, row_tops):
+    """Tell whether a row is random, and has logits to compare."""
+    is_finite = tl.abs(tl.load(row_tops + row)) < float("inf")
+    return (tl.load(temperatures + row) > 0) & is_finite
 
 
 @triton.jit
-def _search(
-    goal, deepest, row,
-    IS_COUNT: tl.constexpr, CHUNK: tl.constexpr, PROBES: tl.constexpr,
+def _settle_kernel(
+    temperatures, top_ks, top_ps, row_tops, limits, min_ps, tops, top_ids, outputs,
+    vocab_size,
+    NUM_CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the least depth down to which tokens reach a goal, and what is above it.
+    """Find a row's largest logit, and begin with all that top-k leaves, or all.
 
-    They must reach it down to the deepest one; more than that it never returns.
-    """
-    least, enough, above = deepest * 0 - 1, deepest, goal * 0
-    while enough - least > 1:
-        step = (enough - least + PROBES - 1) // PROBES
-        probes = tl.minimum(least + step * (1 + tl.arange(0, PROBES)), enough)
-        sums = _weigh_down_to(probes, row, IS_COUNT, CHUNK, PROBES)
-        is_enough = (sums >= goal) | (probes == enough)
-        enough = tl.min(tl.where(is_enough, probes, enough), 0)
-        least = tl.max(tl.where(is_enough, least, probes), 0)
-        above = tl.max(tl.where(is_enough, above, sums), 0)
-    return enough, above
-
-
-@triton.jit
-def _find_tie(depth, num_kept, row, CHUNK: tl.constexpr):
-    """Return the highest id of the first tokens at a depth, as many as are kept."""
-    vocab_size = row[2]
-    num_before, last = vocab_size * 0, vocab_size * 0 - 1
-    for first in range(0, vocab_size, CHUNK):
-        ids = first + tl.arange(0, CHUNK)
-        depths = _depths(_load_scaled(row, ids))
-        is_tie = ((depths == depth) & (ids < vocab_size)).to(tl.int32)
-        rank = num_before + tl.cumsum(is_tie, 0)
-        is_kept = (is_tie > 0) & (rank <= num_kept)
-        last = tl.maximum(last, tl.max(tl.where(is_kept, ids, -1), 0))
-        num_before += tl.sum(is_tie, 0)
-    return last
-
-
-@triton.jit(do_not_specialize=["num_banned"])
-def _filter_kernel(
-    logits, banned_ids, vocab_size, num_banned, row_stride, temperatures, top_ks,
-    top_ps, min_ps, tops, top_ids, row_tops, limits, outputs,
-    NUM_CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    PROBES: tl.constexpr,
-):  # fmt: skip
-    """Find a row's largest logit; then where its filters end, if it has any.
-
-    A row is settled here if it is greedy, or if its largest logit is no finite number.
+    A row is done if it is greedy, or if its largest logit is no finite number.
     """
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS_BLOCK)
@@ -231,73 +198,170 @@ def _filter_kernel(
     values = tl.load(tops + place, mask=is_chunk, other=float("-inf"))
     ids = tl.load(top_ids + place, mask=is_chunk, other=_NO_ID)
     row_top, token_id = _first_largest(values, ids)
-    temperature = tl.load(temperatures + row)
-    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
     # Differences to such a logit are NaN, which a sort puts first, in order of ids;
     # those below infinity are as far as can be, and no NaN is likely enough for min-p.
     is_first = (row_top != row_top) | (row_top == float("-inf"))
     is_first |= (row_top == float("inf")) & (tl.load(min_ps + row) > 0)
-    token_id = tl.where((temperature > 0) & is_first, 0, token_id)
+    token_id = tl.where((tl.load(temperatures + row) > 0) & is_first, 0, token_id)
     tl.store(outputs + row, token_id.to(tl.int64))
     tl.store(row_tops + row, row_top)
-    # Down to which depth tokens are kept, and the last id kept at that.
-    depth = vocab_size * 0 + _INFINITE_DEPTH
-    last_id = vocab_size * 0 + _NO_ID
-    has_top_k, has_top_p = (top_k > 0) & (top_k < vocab_size), top_p < 1
-    is_open = (temperature > 0) & (tl.abs(row_top) < float("inf"))
-    if is_open & (has_top_k | has_top_p):
+    top_k = tl.load(top_ks + row)
+    num_kept = tl.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
+    tl.store(limits + row * 2, _INFINITE_DEPTH)
+    tl.store(limits + row * 2 + 1, num_kept.to(tl.float64))
+
+
+@triton.jit
+def _probe(least, enough, PROBES: tl.constexpr):
+    """Return depths between two others, the last one next to the deeper."""
+    step = tl.cdiv(enough - least - 1, PROBES)
+    return tl.minimum(least + step * (1 + tl.arange(0, PROBES)), enough - 1)
+
+
+@triton.jit
+def _narrow(
+    row, turn, top_p, limits, states, sums, num_rows,
+    IS_COUNT: tl.constexpr, PARTS: tl.constexpr, PROBES: tl.constexpr,
+):  # fmt: skip
+    """Return between which depths the goal is reached, what is above, and the goal.
+
+    Down to the deeper one, tokens reach it; down to the other they do not.
+    """
+    deepest = tl.load(limits + row * 2).to(tl.int32)
+    num_kept = tl.load(limits + row * 2 + 1)
+    least, enough, above, goal = deepest * 0 - 1, deepest, num_kept * 0, num_kept
+    if turn > 0:
+        row += (turn + 1) % 2 * num_rows
+        least = tl.load(states + row * 4).to(tl.int32)
+        enough = tl.load(states + row * 4 + 1).to(tl.int32)
+        above, goal = tl.load(states + row * 4 + 2), tl.load(states + row * 4 + 3)
+        parts, probes = tl.arange(0, PARTS)[:, None], tl.arange(0, PROBES)[None, :]
+        found = tl.load(sums + (row * PARTS + parts) * PROBES + probes)
+        found, probes = tl.sum(found, 0), _probe(least, enough, PROBES)
+        # Nothing was probed where there is nothing between.
+        is_probed = (probes > least) & (probes < enough)
+        if not IS_COUNT:
+            # Of the deepest tokens, only those that top-k leaves have a share.
+            total = tl.max(tl.where(is_probed, found, 0), 0)
+            total += num_kept * _masses(deepest)
+            goal = tl.where(turn == 1, top_p * total, goal)
+        is_enough = is_probed & (found >= goal)
+        is_less = is_probed & (found < goal)
+        enough = tl.min(tl.where(is_enough, probes, enough), 0)
+        least = tl.max(tl.where(is_less, probes, least), 0)
+        above = tl.max(tl.where(is_less, found, above), 0)
+    return least, enough, above, goal
+
+
+@triton.jit(do_not_specialize=["num_banned", "num_rows", "turn"])
+def _search_kernel(
+    logits, banned_ids, vocab_size, num_banned, row_stride, temperatures, top_ks,
+    top_ps, row_tops, limits, states, sums, num_rows, turn,
+    IS_COUNT: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    PROBES: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Count or weigh the tokens of a part of a row down to some depths, in float64.
+
+    What all parts found in the turn before settles which depths; after the last turn,
+    what is kept.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
+    is_wanted = ((top_k > 0) & (top_k < vocab_size)) if IS_COUNT else top_p < 1
+    if is_wanted & _is_drawn(row, temperatures, row_tops):
+        least, enough, above, goal = _narrow(
+            row, turn, top_p, limits, states, sums, num_rows, IS_COUNT, PARTS, PROBES
+        )
+        if turn == TURNS:
+            deepest = tl.load(limits + row * 2).to(tl.int32)
+            num_kept = tl.load(limits + row * 2 + 1)
+            if IS_COUNT:
+                num_kept -= above
+            else:
+                goal, mass = goal - above, _masses(enough)
+                wanted = tl.maximum(tl.ceil(goal / mass), 1)
+                # A quotient may round across a whole number that sums meet exactly.
+                wanted = tl.where((wanted - 1) * mass >= goal, wanted - 1, wanted)
+                wanted = tl.where(wanted * mass < goal, wanted + 1, wanted)
+                most = tl.where(enough == deepest, num_kept, vocab_size)
+                num_kept = tl.minimum(tl.maximum(wanted, 1), most)
+            tl.store(limits + row * 2, enough.to(tl.float64))
+            tl.store(limits + row * 2 + 1, num_kept)
+        else:
+            place = turn % 2 * num_rows + row
+            if part == 0:
+                tl.store(states + place * 4, least.to(tl.float64))
+                tl.store(states + place * 4 + 1, enough.to(tl.float64))
+                tl.store(states + place * 4 + 2, above)
+                tl.store(states + place * 4 + 3, goal)
+            if enough - least > 1:
+                source = (
+                    logits + row * row_stride, banned_ids + row * num_banned,
+                    vocab_size, num_banned, tl.load(row_tops + row),
+                    tl.load(temperatures + row),
+                )  # fmt: skip
+                probes = _probe(least, enough, PROBES)
+                found = tl.zeros([CHUNK, PROBES], tl.float64)
+                for first in range(part * CHUNK, vocab_size, PARTS * CHUNK):
+                    ids = first + tl.arange(0, CHUNK)
+                    depths = _depths(_load_scaled(source, ids))
+                    if IS_COUNT:
+                        weights = tl.full([CHUNK], 1, tl.float64)
+                    else:
+                        weights = _masses(depths)
+                    # Ids past the last are as deep as forbidden tokens, but are none.
+                    weights = tl.where(ids < vocab_size, weights, 0)
+                    is_above = depths[:, None] <= probes[None, :]
+                    found += tl.where(is_above, weights[:, None], 0)
+                target = sums + (place * PARTS + part) * PROBES + tl.arange(0, PROBES)
+                tl.store(target, tl.sum(found, 0))
+
+
+@triton.jit(do_not_specialize=["num_banned"])
+def _tie_kernel(
+    logits, banned_ids, vocab_size, num_banned, row_stride, temperatures, top_ks,
+    top_ps, row_tops, limits, ties,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Count the tokens of a chunk at the last depth that is kept, if one is."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    depth = tl.load(limits + row * 2).to(tl.int32)
+    if (depth < _INFINITE_DEPTH) & _is_drawn(row, temperatures, row_tops):
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
         source = (
-            logits + row * row_stride, banned_ids + row * num_banned,
-            vocab_size, num_banned, row_top, temperature,
+            logits + row * row_stride, banned_ids + row * num_banned, vocab_size,
+            num_banned, tl.load(row_tops + row), tl.load(temperatures + row),
         )  # fmt: skip
-        num_kept = tl.where(has_top_k, top_k, vocab_size).to(tl.float64)
-        if has_top_k:
-            depth, above = _search(num_kept, depth, source, True, CHUNK, PROBES)
-            num_kept -= above
-        if has_top_p:
-            # Down to the last depth but one, and of the last what is kept.
-            sums = _weigh_down_to(
-                depth - 1 + tl.arange(0, 2), source,
-                False, CHUNK, 2,
-            )  # fmt: skip
-            total = tl.min(sums, 0)
-            total += tl.where(has_top_k, num_kept * _masses(depth), 0)
-            deepest = depth
-            depth, above = _search(
-                top_p * total, deepest, source,
-                False, CHUNK, PROBES,
-            )  # fmt: skip
-            goal, mass = top_p * total - above, _masses(depth)
-            wanted = tl.maximum(tl.ceil(goal / mass), 1)
-            # A quotient may round across a whole number that the sums meet exactly.
-            wanted = tl.where((wanted - 1) * mass >= goal, wanted - 1, wanted)
-            wanted = tl.where(wanted * mass < goal, wanted + 1, wanted)
-            most = tl.where(depth == deepest, num_kept, vocab_size)
-            num_kept = tl.minimum(tl.maximum(wanted, 1), most)
-        last_id = _find_tie(depth, num_kept, source, CHUNK)
-    tl.store(limits + row * 2, depth)
-    tl.store(limits + row * 2 + 1, last_id)
+        is_tie = (_depths(_load_scaled(source, ids)) == depth) & (ids < vocab_size)
+        tl.store(ties + row * tl.num_programs(1) + chunk, tl.sum(is_tie.to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["num_banned"])
 def _draw_kernel(
-    logits, banned_ids, vocab_size, num_banned, row_stride, temperatures, min_ps, seeds,
-    positions, row_tops, limits, noisy_tops, noisy_ids,
-    CHUNK: tl.constexpr,
+    logits, banned_ids, vocab_size, num_banned, row_stride, temperatures, top_ks,
+    top_ps, row_tops, limits, min_ps, seeds, positions, ties, noisy_tops, noisy_ids,
+    CHUNK: tl.constexpr, CHUNKS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the largest scaled logit of a chunk with noise, of the tokens kept."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, row_top = tl.load(temperatures + row), tl.load(row_tops + row)
-    if (temperature > 0) & (tl.abs(row_top) < float("inf")):
+    if _is_drawn(row, temperatures, row_tops):
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         source = (
-            logits + row * row_stride, banned_ids + row * num_banned,
-            vocab_size, num_banned, row_top, temperature,
+            logits + row * row_stride, banned_ids + row * num_banned, vocab_size,
+            num_banned, tl.load(row_tops + row), tl.load(temperatures + row),
         )  # fmt: skip
         scaled = _load_scaled(source, ids)
-        depths, depth = _depths(scaled), tl.load(limits + row * 2)
-        is_kept = depths < depth
-        is_kept |= (depths == depth) & (ids <= tl.load(limits + row * 2 + 1))
+        depths, depth = _depths(scaled), tl.load(limits + row * 2).to(tl.int32)
+        is_kept = (depths <= depth) & (ids < vocab_size)
+        if depth < _INFINITE_DEPTH:
+            # The first ones of equal tokens, counted from the row's first chunk.
+            chunks = tl.arange(0, CHUNKS_BLOCK)
+            before = tl.load(
+                ties + row * tl.num_programs(1) + chunks, mask=chunks < chunk, other=0
+            )
+            rank = tl.sum(before, 0) + tl.cumsum((depths == depth).to(tl.int32), 0)
+            num_kept = tl.load(limits + row * 2 + 1)
+            is_kept &= (depths < depth) | (rank <= num_kept)
         min_p = tl.load(min_ps + row)
         if min_p > 0:
             is_kept &= _masses(depths) >= min_p
@@ -306,8 +370,7 @@ def _draw_kernel(
         word, _, _, _ = tl.philox(tl.load(seeds + row), ids, low, high, high * 0)
         # The middle of one of 2^23 equal pieces of (0, 1).
         uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-        noisy = scaled - tl.log(-tl.log(uniform))
-        noisy = tl.where(is_kept & (ids < vocab_size), noisy, float("-inf"))
+        noisy = tl.where(is_kept, scaled - tl.log(-tl.log(uniform)), float("-inf"))
         top, top_id = _first_largest(noisy, ids)
         place = row * tl.num_programs(1) + chunk
         tl.store(noisy_tops + place, top)
@@ -321,8 +384,7 @@ def _pick_kernel(
 ):  # fmt: skip
     """Find the largest of all chunks of a row that is drawn at random."""
     row = tl.program_id(0).to(tl.int64)
-    row_top = tl.load(row_tops + row)
-    if (tl.load(temperatures + row) > 0) & (tl.abs(row_top) < float("inf")):
+    if _is_drawn(row, temperatures, row_tops):
         chunks = tl.arange(0, CHUNKS_BLOCK)
         place, is_chunk = row * NUM_CHUNKS + chunks, chunks < NUM_CHUNKS
         values = tl.load(noisy_tops + place, mask=is_chunk, other=float("-inf"))
