@@ -1,0 +1,123 @@
+"""Configurations of attention, experts and draws, as calls on tensors of no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from lockstep.batch import Draws
+from lockstep.config import Activation, MoeConfig, RotaryConfig
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+#: Query heads, K/V heads and width: of two published models, and an odd one.
+HEADS = ((32, 2, 128), (32, 8, 128), (9, 3, 80))
+VOCAB = 131072
+Call = Callable[[], Any]
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Make a tensor that has a shape and no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def cases() -> dict[str, Call]:
+    """Name a call for each configuration."""
+    found = dict(_draws())
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        for cases_of in (_attention, _experts, _activations):
+            found |= {f"{key} {name}": call for key, call in cases_of(dtype)}
+    return found
+
+
+def _attention(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    from lockstep.optimized.kernels import attention as kernels
+
+    for num_heads, num_kv_heads, head_dim in HEADS[dtype.itemsize // 4 :]:
+        new = empty(2, 64, num_kv_heads, head_dim, dtype=dtype)
+        queries = empty(64, num_heads, head_dim, dtype=dtype)
+        index = empty(64)
+        yield (
+            "rotary",
+            partial(
+                kernels.apply_rotary, queries, new[0], index, RotaryConfig(part=0.5)
+            ),
+        )
+        for size in (16, 256):
+            pools = empty(2, 99, size, num_kv_heads, head_dim, dtype=dtype)
+            batch: Any = SimpleNamespace(
+                block_tables=empty(64, 40),
+                context_lens=index,
+                cu_prefill_lens=empty(9),
+                prefill_starts=empty(8),
+                num_decode_tokens=0,
+            )
+            name = f"{num_heads}/{num_kv_heads} in blocks of {size}"
+            given = *pools, 0.1, batch
+            yield f"append {name}", partial(kernels.append_kv, *new, *pools, index)
+            yield f"prefill {name}", partial(kernels.attend_prefill, queries, *given)
+            for count in (1, 64):
+                yield (
+                    f"decode {count} of {name}",
+                    partial(kernels.attend_decode, queries[:count], *given),
+                )
+
+
+def _experts(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    from lockstep.optimized.kernels import moe as kernels
+
+    wide = torch.promote_types(dtype, torch.float32)
+    for gated in (False, True):
+        # Of two published models, with inner widths that a step divides or does not.
+        inner, hidden = (768, 2048) if gated else (1856, 2688)
+        config = MoeConfig(
+            128, 6, inner, 0, activation="silu" if gated else "relu2", gated=gated
+        )
+        yield from _routes(config, empty(64, hidden, dtype=dtype), wide)
+        up = empty(128, inner * (2 if gated else 1), hidden, dtype=dtype)
+        down = empty(128, hidden, inner, dtype=dtype)
+        for tile in kernels._TILES[dtype.itemsize]:
+            count = tile.rows * 17
+            tokens = empty(count, hidden, dtype=dtype)
+            ids, weights = empty(count, 6), empty(count, 6, dtype=wide)
+            given = tokens, ids, weights, up, down, config
+            yield f"experts {gated} {count}", partial(kernels.apply_experts, *given)
+
+
+def _routes(
+    config: MoeConfig, tokens: Tensor, wide: torch.dtype
+) -> Iterator[tuple[str, Call]]:
+    from lockstep.optimized.kernels.moe import route
+
+    router, correction = empty(128, tokens.shape[1], dtype=wide), empty(128, dtype=wide)
+    mask = empty(64, dtype=torch.bool)
+    grouped = replace(config, num_groups=8, top_k_groups=3)
+    softmax = replace(config, scoring="softmax")
+    yield "route groups", partial(route, tokens, router, correction, grouped, mask)
+    yield "route softmax", partial(route, tokens, router, None, softmax, mask)
+
+
+def _activations(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    from lockstep.optimized.kernels import mlp as kernels
+
+    inputs = empty(64, 3712, dtype=dtype)
+    for activation in get_args(Activation):
+        yield f"activate {activation}", partial(kernels.activate, inputs, activation)
+        yield f"gate {activation}", partial(kernels.activate_gated, inputs, activation)
+
+
+def _draws() -> Iterator[tuple[str, Call]]:
+    from lockstep.optimized.kernels import sampler as kernels
+
+    real, whole = empty(64, dtype=torch.float64), empty(64)
+    draws = Draws(real.float(), whole, real, real, whole, whole, empty(64, 2))
+    for size in (61, VOCAB):
+        logits = empty(64, size, dtype=torch.float32)
+        yield f"sample {size}", partial(kernels.sample, logits, draws)
+        yield f"log {size}", partial(kernels.log_probabilities, logits)
