@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.batch import BatchMetadata
+from lockstep.errors import ConfigError
 from lockstep.lifecycle import Lifecycle
 from lockstep.plan import RowPlan, StepPlan
 from lockstep.request import Request
@@ -37,8 +38,15 @@ class Engine(Lifecycle):
             shapes,
         )
         if config.graphs in ("decode", "all"):
-            with torch.inference_mode():
-                show_progress(self.graphs.capture(), len(shapes))
+            try:
+                with torch.inference_mode():
+                    show_progress(self.graphs.capture(), len(shapes))
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"the device has too little memory left to capture {len(shapes)} "
+                    "graphs; lower memory_fraction, max_tokens_per_step or "
+                    'max_requests, or use graphs="decode"'
+                ) from error
 
     def _run(
         self, recorded: StepPlan | None, tokens: Mapping[str, int], record: StepRecord
