@@ -77,7 +77,7 @@ def sample(logits: Logits, draws: Draws) -> PerRow:
             _search_kernel[(num_rows, num_parts if turn < _TURNS else 1)](
                 *rows, *filters, states, sums, num_rows, turn,
                 IS_COUNT=is_count, PARTS=num_parts, CHUNK=_SEARCHED, PROBES=_PROBES,
-                TURNS=_TURNS, num_warps=4,
+                TURNS=_TURNS, num_warps=8,
             )  # fmt: skip
     _tie_kernel[every_chunk](*rows, *filters, ties, CHUNK=chunk)
     _draw_kernel[every_chunk](
