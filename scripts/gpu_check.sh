@@ -1,12 +1,22 @@
 #!/usr/bin/env bash
-# All that a GPU machine has to say about the reference engine: its tests and its speed.
-# Needs python3 with torch, transformers, safetensors, typer, rich, pytest, hypothesis;
-# installs nothing. Usage: scripts/gpu_check.sh [FOLDER FOR RESULTS] [COMMIT]
+# All that a GPU machine has to say: tests of both engines and of every kernel, and times.
+# Needs python3 with torch, triton, transformers, safetensors, typer, rich, pytest,
+# pytest-xdist and hypothesis; installs nothing.
+#
+#     scripts/gpu_check.sh [FOLDER FOR RESULTS] [COMMIT] [PART ...]
+#
+# Parts: gpu (tests/gpu), matrix (both engines, whole), spec (every layer on the GPU),
+# mutants (faults that need a GPU), demo, speed (both backends), kernels (each alone).
 set -euo pipefail
 out=${1:-benchmarks/results}
 commit=${2:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
+parts=${*:3}
 export PYTHONPATH=. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 mkdir -p "$out"
+
+wanted() { [ -z "$parts" ] || [[ " $parts " == *" $1 "* ]]; }
+
+quiet() { grep -av -e 'capturing graphs' -e pytest_benchmark -e 'warner(' || true; }
 
 {
     echo "commit $commit"
@@ -14,33 +24,46 @@ mkdir -p "$out"
 import platform
 import torch
 import transformers
+import triton
 
 print("gpu", torch.cuda.get_device_name())
 print("python", platform.python_version())
-print("torch", torch.__version__, "transformers", transformers.__version__)
+print("torch", torch.__version__, "triton", triton.__version__)
+print("transformers", transformers.__version__)
 PY
-    python3 -m pytest -m gpu tests/gpu -q --durations=3
-    # Every layer again, on the GPU; one file needs a package that is only in CI.
-    LOCKSTEP_TEST_DEVICE=cuda python3 -m pytest tests/spec -q -n 4 \
-        --ignore tests/spec/test_scan_mamba_ssm.py
+    status=0
+    if wanted gpu; then
+        echo "== tests/gpu"
+        python3 -m pytest -m gpu tests/gpu -q -n 8 --durations=3 2>&1 | quiet \
+            || status=1
+    fi
+    if wanted matrix; then
+        echo "== tests/equivalence/test_engine.py on the GPU"
+        LOCKSTEP_TEST_DEVICE=cuda python3 -m pytest -q -n 8 \
+            tests/equivalence/test_engine.py 2>&1 | quiet || status=1
+    fi
+    if wanted spec; then
+        # One file needs a package that is only in CI.
+        echo "== tests/spec on the GPU"
+        LOCKSTEP_TEST_DEVICE=cuda python3 -m pytest -q -n 8 tests/spec \
+            --ignore tests/spec/test_scan_mamba_ssm.py 2>&1 | quiet || status=1
+    fi
+    if wanted mutants; then
+        echo "== faults that need a GPU"
+        python3 scripts/mutants.py --gpu --jobs 2 2>&1 | quiet || status=1
+    fi
+    if wanted demo; then
+        echo "== lockstep demo"
+        COLUMNS=80 python3 -m lockstep demo --device cuda 2>/dev/null || status=1
+    fi
+    echo "status $status"
 } | tee "$out/gpu_tests.txt"
 
-bandwidth=$(python3 - <<'PY'
-import torch
-
-source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
-target = torch.empty_like(source)
-begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-for timed in (False, True):
-    begin.record()
-    for _ in range(5):
-        target.copy_(source)
-    end.record()
-    end.synchronize()
-print(5 * 2 * source.numel() / (begin.elapsed_time(end) / 1e3))
-PY
-)
-python3 -m benchmarks.reference_speed --device cuda --bandwidth "$bandwidth" \
-    --commit "$commit" --output "$out/reference_speed_cuda.json"
-python3 -m benchmarks.reference_speed --device cpu \
-    --commit "$commit" --output "$out/reference_speed_cpu.json"
+if wanted speed; then
+    python3 -m benchmarks.backend_speed --device cuda --commit "$commit" \
+        --output "$out/backend_speed_cuda.json"
+fi
+if wanted kernels; then
+    python3 -m benchmarks.kernels "$out/kernels.json"
+fi
+grep -q 'status 0' "$out/gpu_tests.txt"
