@@ -394,12 +394,7 @@ def info(
 
 @app.command()
 def verify(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="A checkpoint folder, or demo; tiny ones if none."
-        ),
-    ] = None,
+    model: ModelName = "demo",
     backend: Side = "optimized",
     device: Where = "cpu",
     component: Annotated[
@@ -409,28 +404,21 @@ def verify(
     free_running: Annotated[
         bool, typer.Option("--free-running", help="Let errors add up.")
     ] = False,
-    bitwise: Annotated[
-        bool, typer.Option("--bitwise", help="Compare floats bit by bit.")
-    ] = False,
     truth: Annotated[
         bool, typer.Option("--truth", help="Show errors against float64, by layer.")
     ] = False,
     mutant: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ID", help="Judge a known fault instead; repeatable."),
+        str | None, typer.Option(metavar="ID", help="Judge a known fault instead.")
     ] = None,
-    all_mutants: Annotated[
-        bool, typer.Option("--all-mutants", help="Judge every known fault.")
-    ] = False,
     option: Named = None,
 ) -> None:
     """Hold a backend to the reference, step by step.
 
-    Exit status 1 means that they differ; the first difference is named. Faults, which
-    only a checkout has, are put into copies.
+    Exit status 1 means that they differ; the first difference is named. A known fault,
+    which only a checkout has, is put into a copy.
     """
-    if mutant or all_mutants:
-        raise typer.Exit(judge_mutants(["--all"] if all_mutants else mutant or []))
+    if mutant is not None:
+        raise typer.Exit(judge_mutant(mutant))
     from lockstep.llm import find_device
     from lockstep.verify import show, verify
 
@@ -440,7 +428,6 @@ def verify(
         model=model,
         device=str(find_device(device)),
         free_running=free_running,
-        bitwise=bitwise,
         truth=truth,
         **read_options(option),
     )
@@ -452,8 +439,8 @@ def verify(
 # What the commands lean on.
 
 
-def judge_mutants(arguments: Sequence[str]) -> int:
-    """Run the script of a checkout that judges known faults; return its status.
+def judge_mutant(name: str) -> int:
+    """Run the script of a checkout that judges a known fault; return its status.
 
     Raises:
         ConfigError: This is no checkout.
@@ -463,7 +450,7 @@ def judge_mutants(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"known faults are judged in a checkout alone; there is no {script}"
         )
-    return subprocess.run([sys.executable, script, *arguments]).returncode
+    return subprocess.run([sys.executable, script, name]).returncode
 
 
 def load(

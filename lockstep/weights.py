@@ -199,6 +199,20 @@ class RandomWeights:
         return values.normal_(mean, deviation, generator=generator)
 
 
+#: Weights under which outputs show every state and block they read. With default-like
+#: weights a state is forgotten within tens of tokens, so one could be lost and nothing
+#: seen.
+WITNESS = RandomWeights(
+    matrix_deviation=None,
+    decay=(0.01, 2.0),
+    decay_in_log=True,
+    time_step=(0.1, 1.0),
+    skip=(0.0, 0.1),
+    norm_deviation=0.1,
+    offset_deviation=0.1,
+)
+
+
 def _uniform(
     values: Tensor, limits: tuple[float, float], in_log: bool, generator: Any
 ) -> Tensor:

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from lockstep import assemble  # noqa: E402
 from lockstep.errors import RequestError  # noqa: E402
 from lockstep.verify import Setup, Side, Verdict, show, verify  # noqa: E402
 from scripts.mutants import Mutant, load  # noqa: E402
+from scripts.scenes import MODELS, scenes  # noqa: E402
 
 BACKEND = "mutant"
 COPY = "mutated_lockstep"
@@ -73,8 +75,11 @@ def why_unseen(mutant: Mutant) -> str:
     return "only a GPU shows it" if mutant.needs_gpu else OUTSIDE.get(mutant.file, "")
 
 
-def try_mutant(root: Path, mutant: Mutant) -> Verdict:
-    """Run the verifier until it finds a fault or has no run left.
+def try_mutant(root: Path, mutant: Mutant) -> tuple[str, Verdict]:
+    """Run the verifier until it finds a fault or has no scene left.
+
+    Returns:
+        The name of the scene, and the verdict.
 
     Raises:
         ValueError: The fault is not one of engines.
@@ -84,13 +89,20 @@ def try_mutant(root: Path, mutant: Mutant) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         side = mutated_side(root, mutant, Path(folder))
         is_fast = mutant.file.startswith("optimized/")
-        verdict = Verdict()
-        for options in ({"graphs": "padded"}, {}) if is_fast else ({},):
-            # A fault in the reference is seen by the bit.
-            verdict = verify(replace(side, options=options), bitwise=not is_fast)
+        ways = ({"graphs": "padded"}, {}) if is_fast else ({},)
+        found = "", Verdict()
+        for options, (name, scene) in product(ways, scenes().items()):
+            verdict = verify(
+                replace(side, options=options),
+                workload=scene.workload,
+                model=MODELS[scene.model],
+                # A fault in the reference is seen by the bit.
+                bitwise=not is_fast,
+            )
+            found = name, verdict
             if not verdict.equal:
                 break
-        return verdict
+        return found
 
 
 def is_of_side(mutant: Mutant) -> bool:
@@ -168,6 +180,8 @@ class Interpreter:
         """Wrap an engine."""
         self.engine, self.history = engine, list[Any]()
         self.scheduler = Scheduler(engine.scheduler)
+        self.components, self.model = engine.components, engine.model
+        self.sizes = engine.sizes
 
     @property
     def has_work(self) -> bool:
@@ -263,14 +277,14 @@ class Found:
         id: Its id.
         where: The first difference; empty for none.
         blame: Component to blame.
-        workload: In which it was seen.
+        scene: In which it was seen.
         note: Why there can be no difference, or what went wrong.
     """
 
     id: str
     where: str = ""
     blame: str = ""
-    workload: str = ""
+    scene: str = ""
     note: str = ""
 
 
@@ -278,14 +292,14 @@ def report(root: Path, name: str) -> Found:
     """Try one, in this process."""
     mutant = find(root, name)
     try:
-        verdict = try_mutant(root, mutant)
+        scene, verdict = try_mutant(root, mutant)
     except ValueError as error:
         return Found(name, note=str(error))
     found = verdict.difference
     if found is None:
         return Found(name, note="no difference")
     shared = "" if is_of_side(mutant) else f"{mutant.file}, which both sides share"
-    return Found(name, str(found), found.blame or shared, found.workload)
+    return Found(name, str(found), found.blame or shared, scene)
 
 
 def report_apart(name: str) -> Found:
@@ -303,7 +317,8 @@ def show_one(mutant: Mutant) -> int:
     """Print the whole verdict on one; return the exit status."""
     console = Console(highlight=False)
     console.print(f"{mutant.id}: {mutant.name} ({mutant.file})\n", markup=False)
-    verdict = try_mutant(ROOT, mutant)
+    scene, verdict = try_mutant(ROOT, mutant)
+    console.print(f"scene    {scene}", markup=False)
     show(verdict, console)
     if not is_of_side(mutant):
         console.print("The oracle has a vocabulary of its own here.", style="dim")

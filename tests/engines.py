@@ -21,7 +21,7 @@ from lockstep.memory import plan_memory, torch_dtype
 from lockstep.parameters import ParameterKind, Parameters, make_parameters
 from lockstep.request import RequestOutput, SamplingParams
 from lockstep.trace import StepRecord
-from lockstep.weights import RandomWeights
+from lockstep.weights import WITNESS as WITNESS
 from tests.tolerances import assert_logprobs
 
 CPU = torch.device("cpu")
@@ -35,19 +35,6 @@ DEFAULTS: dict[str, Any] = {
     "record_logprobs": True,
     "debug": ALL_CHECKS,
 }
-
-#: Weights under which outputs show every state and block they read. With default-like
-#: weights a state is forgotten within tens of tokens, so a test could lose one and see
-#: nothing.
-WITNESS = RandomWeights(
-    matrix_deviation=None,
-    decay=(0.01, 2.0),
-    decay_in_log=True,
-    time_step=(0.1, 1.0),
-    skip=(0.0, 0.1),
-    norm_deviation=0.1,
-    offset_deviation=0.1,
-)
 
 
 @cache

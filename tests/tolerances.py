@@ -18,13 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: Unit roundoff of each dtype.
-UNIT_ROUNDOFF = {
-    torch.float64: 2.0**-53,
-    torch.float32: 2.0**-24,
-    torch.float16: 2.0**-11,
-    torch.bfloat16: 2.0**-9,
-}
+from lockstep.verify.compare import UNIT_ROUNDOFF as UNIT_ROUNDOFF
 
 #: For each operation the factor ``c``, about twice the largest error that the tests of
 #: the reference measure (in brackets).

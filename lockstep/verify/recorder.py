@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,32 +14,22 @@ from lockstep.batch import BatchMetadata
 from lockstep.memory import Caches
 from lockstep.parameters import Parameters
 
-#: Names of results; a matrix product is named by its weight. Log-probabilities are
-#: compared where the step's record has them: engines differ in how they ask.
+#: Names of results, where they are not just outputs; a matrix product is named by its
+#: weight. Log-probabilities are compared where the step's record has them: engines
+#: differ in how they ask.
 RESULTS = {
-    "norm.rms_norm": ("hidden",),
     "norm.add_rms_norm": ("residual", "hidden"),
-    "norm.gated_group_rms_norm": ("normed",),
-    "conv1d.conv_decode": ("convolved",),
-    "conv1d.conv_prefill": ("convolved",),
-    "scan.scan_decode": ("y",),
-    "scan.scan_prefill": ("y",),
     "attention.apply_rotary": ("queries", "keys"),
-    "attention.attend_decode": ("attended",),
-    "attention.attend_prefill": ("attended",),
-    "mlp.activate": ("inner",),
-    "mlp.activate_gated": ("inner",),
     "moe.route": ("expert_ids", "expert_weights"),
-    "moe.apply_experts": ("routed",),
     "sampler.sample": ("token_ids",),
+    "sampler.log_probabilities": (),
 }
-#: Arguments that are written: their name and place.
+#: Arguments that are written, by component or module: name and place of each.
 WRITES = {
-    "conv1d.conv_decode": {"conv_states": 3},
-    "conv1d.conv_prefill": {"conv_states": 3},
-    "scan.scan_decode": {"ssm_states": 3},
-    "scan.scan_prefill": {"ssm_states": 3},
+    "conv1d": {"conv_states": 3},
+    "scan": {"ssm_states": 3},
     "attention.append_kv": {"key_blocks": 2, "value_blocks": 3},
+    "snapshots": {"caches": 0},
 }
 #: Components that choose integers, so that rounding may decide.
 CHOICES = ("moe.route", "sampler.sample")
@@ -64,8 +54,8 @@ class Call:
     """
 
     results: dict[str, Tensor]
-    pools: dict[str, Tensor]
-    arguments: tuple[Any, ...] = ()
+    pools: dict[str, Any]
+    arguments: tuple[Any, ...]
 
 
 @dataclass
@@ -84,11 +74,10 @@ class Tape:
 
 
 class Recorder:
-    """Listens to every component of an engine, step by step.
+    """Listens to every component of an engine.
 
     Attributes:
         tape: What was heard since it was last replaced.
-        disturbances: What is to happen at the next call of which components.
     """
 
     def __init__(self, parameters: Parameters) -> None:
@@ -101,25 +90,20 @@ class Recorder:
                     self.names[weight.data_ptr()] = entry.name
         self.tape = Tape()
         self.layer: int | None = None
-        self.disturbances: list[tuple[str, Callable[[], None]]] = []
 
     def wrap(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Wrap functions, and what makes models; other classes stay as they are.
+        """Wrap functions; classes stay as they are.
 
         What is wrapped is of no side: a loop of the reference may stand in for a part
         of an engine whose steps are padded, since nothing is captured here.
         """
-        wrapped = dict(parts)
-        for key, part in parts.items():
-            if key == "model.Model":
-                wrapped[key] = partial(self._make_model, part)
-            elif key.partition(".")[2].islower():
-                wrapped[key] = partial(self._call, key, part)
-        return wrapped
+        return {
+            key: partial(self._call, key, part) if key.split(".")[1].islower() else part
+            for key, part in parts.items()
+        }
 
-    def _make_model(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        """Make a model whose batches are seen."""
-        model = make(*arguments)
+    def follow(self, model: Any) -> None:
+        """Listen to the batches that a model is given."""
         forward = model.forward
 
         def listen(batch: BatchMetadata, caches: Caches) -> Tensor:
@@ -130,13 +114,9 @@ class Recorder:
                 self.layer = None
 
         model.forward = listen
-        return model
 
     def _call(self, key: str, function: Any, *given: Any, **named: Any) -> Any:
         """Call a component, and note what came of it."""
-        for disturbance in [each for each in self.disturbances if each[0] == key]:
-            self.disturbances.remove(disturbance)
-            disturbance[1]()
         kept = tuple(map(_copy, given)) if key in CHOICES else ()
         turn = sum(place[:2] == (key, self.layer) for place in self.tape.calls)
         try:
@@ -148,30 +128,27 @@ class Recorder:
         if key == "snapshots.copy_states":
             # What follows is the head, of no layer.
             self.layer = None
-            pools = {"conv": given[0].conv, "ssm": given[0].ssm}
-        else:
-            pools = {name: given[at] for name, at in WRITES.get(key, {}).items()}
-        names = RESULTS.get(key, ())
+        written = WRITES.get(key) or WRITES.get(key.partition(".")[0], {})
+        pools = {name: _copy(given[at]) for name, at in written.items()}
+        names = RESULTS.get(key, ("outputs",))
         if key == "linear.linear":
             names = (self.names.get(given[1].data_ptr(), "outputs"),)
         found = results if isinstance(results, tuple) else (results,)
-        call = Call(_clones(zip(names, found, strict=False)), _clones(pools), kept)
-        self.tape.calls[Place(key, self.layer, turn)] = call
+        pairs = zip(names, found, strict=False)
+        found = {name: _copy(each) for name, each in pairs if each is not None}
+        self.tape.calls[Place(key, self.layer, turn)] = Call(found, pools, kept)
         if key == "norm.add_rms_norm" and self.layer is not None:
             self.layer += 1
         return results
 
 
-def _clones(named: Any) -> dict[str, Tensor]:
-    """Copy tensors with their names."""
-    return {name: tensor.clone() for name, tensor in dict(named).items()}
-
-
 def _copy(value: Any) -> Any:
-    """Copy a tensor, or a tuple of them."""
+    """Copy a tensor, or all within."""
     if isinstance(value, Tensor):
         return value.clone()
-    return type(value)(*map(_copy, value)) if hasattr(value, "_fields") else value
+    parts = value.tensors() if hasattr(value, "tensors") else value
+    is_whole = parts is value and not hasattr(value, "_fields")
+    return value if is_whole else type(value)(*map(_copy, parts))
 
 
 class Layout:
@@ -186,7 +163,7 @@ class Layout:
         self.gap = batch.padded_shape.decode_requests - self.decodes
 
     def take(self, place: Place, result: Tensor) -> Tensor:
-        """Take the real rows of a call's result."""
+        """Take the real rows of a call's result, or of its first argument."""
         if place.key.endswith("_decode"):
             return result[: self.decodes]
         if place.key.endswith("_prefill"):
@@ -199,18 +176,18 @@ class Layout:
         by_token = result.unflatten(0, (len(self.batch.token_ids), -1)).squeeze(1)
         return self.both(by_token, self.prefill_tokens)
 
-    def owners(self, place: Place, tokens: list[Any]) -> list[Any]:
+    def owners(self, place: Place, tokens: list[Any]) -> dict[int, Any]:
         """Say to which of a step's tokens the rows belong that `take` takes."""
         if place.key.endswith("_decode"):
-            return tokens[: self.decodes]
-        if place.key.endswith("_prefill"):
-            return tokens[self.decodes :]
-        rows = self.logits()
-        if place.key == "sampler.sample":
-            rows = rows[self.batch.sample_index[: self.batch.num_samples]]
-        elif not _is_head(place):
-            return tokens
-        return [tokens[index] for index in rows.tolist()]
+            tokens = tokens[: self.decodes]
+        elif place.key.endswith("_prefill"):
+            tokens = tokens[self.decodes :]
+        elif _is_head(place) or place.key == "sampler.sample":
+            rows = self.logits()
+            if not _is_head(place):
+                rows = rows[self.batch.sample_index[: self.batch.num_samples]]
+            tokens = [tokens[index] for index in rows.tolist()]
+        return dict(enumerate(tokens))
 
     def both(self, values: Tensor, prefills: int) -> Tensor:
         """Take what belongs to decode rows and what belongs to prefill rows."""
@@ -230,49 +207,34 @@ class Layout:
             block_size: Tokens in a block.
         """
         batch, prefills = self.batch, self.prefills
-        chunks = int(batch.last_scan_chunks[prefills - 1]) + 1 if prefills else 0
-        counts = {
-            "decode": self.decodes,
-            "prefill": prefills,
-            "initial": prefills,
-            "last": prefills,
-            "cu_prefill": prefills + 1,
-            "snapshot": batch.num_snapshots,
-            "scan": chunks,
-            "cu_scan": chunks + 1,
-            "sample": batch.num_samples,
-        }
+        chunks = batch.last_scan_chunks[:prefills].tolist()
+        num_chunks = chunks[-1] + 1 if chunks else 0
+        counts = {"decode": self.decodes, "snapshot": batch.num_snapshots}
+        counts |= dict.fromkeys(("prefill", "initial", "last"), prefills)
+        counts |= {"cu_prefill": prefills + 1, "cu_scan": num_chunks + 1}
+        counts |= {"scan": num_chunks, "sample": batch.num_samples}
         found: dict[str, Any] = {"shape": str(batch.shape)}
         for entry in fields(batch):
-            value = getattr(batch, entry.name)
-            if entry.name.startswith("num_"):
-                found[entry.name] = value
-            elif entry.name == "logit_index":
-                found[entry.name] = self.logits().tolist()
-            elif entry.name in ("context_lens", "block_tables"):
-                found[entry.name] = self.both(value, prefills).tolist()
-            elif isinstance(value, Tensor):
-                known = [n for n in counts if entry.name.startswith(f"{n}_")]
-                rows = value[: counts[max(known, key=len)]] if known else None
-                if rows is None:
-                    rows = self.both(value, self.prefill_tokens)
-                found[entry.name] = rows.tolist()
+            name, value = entry.name, getattr(batch, entry.name)
+            known = [n for n in counts if name.startswith(f"{n}_")]
+            if isinstance(value, int):
+                found[name] = value
+            elif isinstance(value, Tensor) and known:
+                found[name] = value[: counts[max(known, key=len)]].tolist()
+            elif isinstance(value, Tensor) and name != "logit_index":
+                by_row = name in ("context_lens", "block_tables")
+                count = prefills if by_row else self.prefill_tokens
+                found[name] = self.both(value, count).tolist()
+        found["logit_index"] = self.logits().tolist()
         for name, values in batch.draws._asdict().items():
             found[f"draws.{name}"] = values[: batch.num_samples].tolist()
         nowhere = dummy_block * block_size
         found["kv_index"] = [min(index, nowhere) for index in found["kv_index"]]
         for name, filler in (("block_tables", dummy_block), ("draws.banned_ids", -1)):
-            found[name] = [_strip(row, filler) for row in found[name]]
+            found[name] = [[i for i in row if i != filler] for row in found[name]]
         return found
 
 
 def _is_head(place: Place) -> bool:
     """Say whether a call makes logits."""
     return place.key == "linear.linear" and place.layer is None
-
-
-def _strip(values: list[int], padding: int) -> list[int]:
-    """Drop padding from the end."""
-    while values and values[-1] == padding:
-        values = values[:-1]
-    return values
