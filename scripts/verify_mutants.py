@@ -16,14 +16,13 @@ import argparse
 import importlib
 import io
 import json
+import multiprocessing
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
@@ -80,12 +79,7 @@ def try_mutant(root: Path, mutant: Mutant) -> tuple[str, Verdict]:
 
     Returns:
         The name of the scene, and the verdict.
-
-    Raises:
-        ValueError: The fault is not one of engines.
     """
-    if reason := why_unseen(mutant):
-        raise ValueError(reason)
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         side = mutated_side(root, mutant, Path(folder))
         is_fast = mutant.file.startswith("optimized/")
@@ -291,10 +285,9 @@ class Found:
 def report(root: Path, name: str) -> Found:
     """Try one, in this process."""
     mutant = find(root, name)
-    try:
-        scene, verdict = try_mutant(root, mutant)
-    except ValueError as error:
-        return Found(name, note=str(error))
+    if reason := why_unseen(mutant):
+        return Found(name, note=reason)
+    scene, verdict = try_mutant(root, mutant)
     found = verdict.difference
     if found is None:
         return Found(name, note="no difference")
@@ -302,15 +295,14 @@ def report(root: Path, name: str) -> Found:
     return Found(name, str(found), found.blame or shared, scene)
 
 
-def report_apart(name: str) -> Found:
-    """Try one in a process of its own."""
-    command = [sys.executable, __file__, name, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    try:
-        return Found(**json.loads(done.stdout.splitlines()[-1]))
-    except (IndexError, ValueError):
-        lines = done.stderr.strip().splitlines()
-        return Found(name, note=lines[-1] if lines else "no output")
+def report_each(names: Sequence[str], jobs: int) -> Iterator[Found]:
+    """Try some at a time, each in a process forked from this one."""
+    # What each would import first.
+    importlib.import_module("lockstep.llm")
+    for side in SIDES:
+        assemble.build_components(side)
+    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
+        yield from pool.imap(partial(report, ROOT), names)
 
 
 def show_one(mutant: Mutant) -> int:
@@ -357,11 +349,10 @@ def main() -> int:
         return 0
     if len(mutants) == 1 and not why_unseen(mutants[0]):
         return show_one(mutants[0])
-    with ThreadPoolExecutor(options.jobs) as pool:
-        found = []
-        for each in pool.map(report_apart, [mutant.id for mutant in mutants]):
-            print(each, file=sys.stderr, flush=True)
-            found.append(each)
+    found: list[Found] = []
+    for each in report_each([mutant.id for mutant in mutants], options.jobs):
+        print(each, file=sys.stderr, flush=True)
+        found.append(each)
     return show_all(found, mutants)
 
 
