@@ -4,6 +4,9 @@ Python looks at rows, to collect their numbers; tokens, blocks and scan chunks a
 out by numpy in one buffer, which goes to the device whole. `_Extents` alone decides how
 long the arrays are: what is longer than its content ends in entries that harm nobody.
 
+Scan chunks are cut here too and not on the device: their arrays ride in a copy that is
+made anyway, for less than it would cost to launch what cuts them there.
+
 Where the engine has shapes for graphs, a step takes the smallest in which it fits, and
 all other extents follow from that shape and from the engine's sizes.
 """
