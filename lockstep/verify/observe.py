@@ -210,8 +210,6 @@ class Observer:
 def _by_request(value: Any) -> dict[str, Any]:
     """Name the parts of a list or dictionary that belong to requests, if all do."""
     if isinstance(value, list):
-        value = {
-            getattr(each, "request_id", index): each for index, each in enumerate(value)
-        }
+        value = {getattr(e, "request_id", i): e for i, e in enumerate(value)}
     is_named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
     return dict(value) if is_named else {}

@@ -130,12 +130,11 @@ class Recorder:
             self.layer = None
         written = WRITES.get(key) or WRITES.get(key.partition(".")[0], {})
         pools = {name: _copy(given[at]) for name, at in written.items()}
-        names = RESULTS.get(key, ("outputs",))
+        names = () if results is None else RESULTS.get(key, ("outputs",))
         if key == "linear.linear":
             names = (self.names.get(given[1].data_ptr(), "outputs"),)
         found = results if isinstance(results, tuple) else (results,)
-        pairs = zip(names, found, strict=False)
-        found = {name: _copy(each) for name, each in pairs if each is not None}
+        found = dict(zip(names, map(_copy, found), strict=False))
         self.tape.calls[Place(key, self.layer, turn)] = Call(found, pools, kept)
         if key == "norm.add_rms_norm" and self.layer is not None:
             self.layer += 1

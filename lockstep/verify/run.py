@@ -111,8 +111,7 @@ class Listened:
             if lead is None:
                 raise
             error = f"{type(caught).__name__}: {caught}"
-        after = Start.of(engine)
-        return Outcome(answers, ready, own_plan, record, error, tape, after)
+        return Outcome(answers, ready, own_plan, record, error, tape, Start.of(engine))
 
 
 class Run:
