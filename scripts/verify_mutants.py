@@ -294,7 +294,11 @@ def report(root: Path, name: str) -> Found:
     mutant = find(root, name)
     if reason := why_unseen(mutant):
         return Found(name, note=reason)
-    scene, verdict = try_mutant(root, mutant)
+    try:
+        scene, verdict = try_mutant(root, mutant)
+    except Exception as error:
+        # The fault keeps the engine from being built or asked.
+        return Found(name, note=f"{type(error).__name__}: {error}")
     found = verdict.difference
     if found is None:
         return Found(name, note="no difference")
