@@ -97,6 +97,11 @@ _SIBLINGS = [
     Arrival([*BLOCKS[2], *BLOCKS[0], *range(first, last)], _LONG, step)
     for step, first, last in ((80, 30, 48), (82, 40, 48), (82, 50, 58))
 ]
+#: Two that decode the same, some steps apart: one keeps a state that the other wants.
+_PAIR = [
+    Arrival([*BLOCKS[3], *range(5)], replace(_LONG, max_tokens=45), step)
+    for step in (100, 103)
+]
 #: What fits the pool of `_FEWER` exactly, and what does not by one token.
 _LARGEST = [
     Arrival([*range(9), *BLOCKS[0] * 7], replace(_LONG, max_tokens=count), 40)
@@ -159,6 +164,7 @@ def scenes() -> dict[str, Scene]:
         _REPORTED,
         *draw_arrivals(10, seed=6, stems=2, pause=1),
         *_SIBLINGS,
+        *_PAIR,
     ]
     wide = {"max_tokens_per_step": 128, "snapshot_slots": 3}
     short = {"ssm_state_dtype": "bfloat16"}
