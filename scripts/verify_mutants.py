@@ -63,17 +63,18 @@ class Way(NamedTuple):
     """A way to look for a fault: its engine's options, and what it is held to."""
 
     options: dict[str, Any]
-    oracle: str
+    oracle: Side
     bitwise: bool
 
 
 #: A fault in the reference is seen by the bit; so is one of the optimized side that
-#: stays within its class, beside the same side without it.
-REFERENCE_WAYS = (Way({}, "reference", True),)
+#: stays within its class or in padding, beside the same side without it.
+_PADDED = {"graphs": "padded"}
+REFERENCE_WAYS = (Way({}, Side(), True),)
 FAST_WAYS = (
-    Way({"graphs": "padded"}, "reference", False),
-    Way({}, "reference", False),
-    Way({}, "optimized", True),
+    Way(_PADDED, Side(), False),
+    Way({}, Side(), False),
+    Way(_PADDED, Side("optimized", options=_PADDED), True),
 )
 
 

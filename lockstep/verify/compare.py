@@ -57,6 +57,7 @@ class Judge:
             bitwise: Whether floats are compared bit by bit.
         """
         self.setup, self.parts, self.verdict = setup, parts, verdict
+        self.bitwise = bitwise
         config, own = setup.engine_config, setup.parameters.embedding.dtype
         named = [n for n in (config.kv_dtype, config.ssm_state_dtype) if n != "auto"]
         dtypes = own, *(getattr(torch, name) for name in named)
@@ -73,6 +74,9 @@ class Judge:
         assert expected.record is not None
         look = Observer(self.setup, expected.record.plan)
         yield from self._compare(look.before(actual), look.before(expected))
+        if self.bitwise and expected.record.mode == "padded":
+            padding = look.padding(actual.tape), look.padding(expected.tape)
+            yield from self._compare(*padding)
         yield from self._compare(look.calls(actual.tape), look.calls(expected.tape))
         if actual.tape.failure is not None and expected.tape.failure is None:
             place, why = actual.tape.failure

@@ -138,6 +138,19 @@ class Observer:
             for name, values in Layout(outcome.tape.batch).arrays(*sizes).items():
                 yield Spot("metadata.MetadataBuilder", name), values
 
+    def padding(self, tape: Tape) -> Seen:
+        """List the arrays of a step as they are, padding and all."""
+        if tape.batch is None:
+            return
+        spot = Spot("metadata.MetadataBuilder")
+        arrays = {
+            each.name: getattr(tape.batch, each.name) for each in fields(tape.batch)
+        }
+        arrays |= arrays.pop("draws")._asdict()
+        for name, value in arrays.items():
+            plain = value.tolist() if isinstance(value, Tensor) else value
+            yield spot._replace(tensor=f"padded {name}"), plain
+
     def calls(self, tape: Tape) -> Seen:
         """List what components returned and wrote."""
         if tape.batch is None:
