@@ -57,6 +57,7 @@ OUTSIDE = {
 UNSEEN = {
     "M9-optimized": "an engine never names a block twice in one call",
     "M104": "arrays are right wherever they lie; only a graph minds their places",
+    "M111": "what padding holds is undefined, and compared with nothing",
     **dict.fromkeys(
         ("M105", "M106", "M107"),
         "both sides share the rule, and which shape hosts a step changes no number",
