@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep.blocks import num_blocks_for
 from lockstep.config import EngineConfig, ModelConfig, Sizes
@@ -385,6 +386,13 @@ class Lifecycle:
             for earlier in self.history
         ]
         return max((each for each in found if each is not None), default=None)
+
+    def _split_logprobs(self, plan: StepPlan, logits: Tensor) -> dict[str, Tensor]:
+        """Give each row the log-probabilities of the positions that it computed."""
+        logprobs = self.components.log_probabilities(logits)
+        rows = plan.decode_rows + plan.prefill_rows
+        parts = logprobs.split([row.num_tokens for row in rows])
+        return {row.request_id: part for row, part in zip(rows, parts, strict=True)}
 
     def _recover(self, error: BaseException, record: StepRecord) -> bool:
         """Undo a failed step; end the request at fault, or find out which it is.

@@ -118,13 +118,6 @@ class Engine(Lifecycle):
 
     # What the phases lean on.
 
-    def _split_logprobs(self, plan: StepPlan, logits: Tensor) -> dict[str, Tensor]:
-        """Give each row the log-probabilities of the positions that it computed."""
-        logprobs = self.components.log_probabilities(logits)
-        rows = plan.decode_rows + plan.prefill_rows
-        parts = logprobs.split([row.num_tokens for row in rows])
-        return {row.request_id: part for row, part in zip(rows, parts, strict=True)}
-
     def _list_reports(self, plan: StepPlan, forced: Mapping[str, int]) -> list[_Report]:
         """List the positions of which log-probabilities were asked for.
 

@@ -111,13 +111,6 @@ class Engine(Lifecycle):
 
     # What the phases lean on.
 
-    def _split_logprobs(self, plan: StepPlan, logits: Tensor) -> dict[str, Tensor]:
-        """Give each row the log-probabilities of the positions that it computed."""
-        logprobs = self.components.log_probabilities(logits)
-        rows = plan.decode_rows + plan.prefill_rows
-        parts = logprobs.split([row.num_tokens for row in rows])
-        return {row.request_id: part for row, part in zip(rows, parts, strict=True)}
-
     def _report_prompts(
         self, plan: StepPlan, logits: Tensor, record: StepRecord
     ) -> None:
