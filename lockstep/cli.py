@@ -13,12 +13,10 @@ import json
 import re
 import subprocess
 import sys
-import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -93,14 +91,6 @@ HELP = {
     "prefix_caching": "Keep no finished work for prompts that repeat it.",
 }
 
-#: The demonstration's scene, and who speaks.
-SPEAKER, CHARACTER = "HORATIO", "HAMLET"
-LINES = (
-    "My lord, I have not seen you so merry. What is the matter?",
-    "And what says the king to it?",
-)
-#: Replies that are timed together.
-REPLIES = 8
 #: Kinds of layers by their letter.
 KINDS = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "mixture of experts"}
 
@@ -242,29 +232,9 @@ def demo(
     seed: Annotated[int, typer.Option(help="Key of the random draws.")] = 32,
 ) -> None:
     """Let the packaged model answer two prompts; the second reuses the first."""
-    from lockstep.assemble import BACKENDS
+    from lockstep.demo import show_demo
 
-    sampling = SamplingParams(temperature=0.5, max_tokens=max_tokens, seed=seed)
-    texts: list[list[str]] = []
-    speeds: list[str] = []
-    steps: Counter[str] = Counter()
-    for side in BACKENDS if backend == "both" else (backend,):
-        llm = load_demo(side, device)
-        steps = count_steps(llm)
-        if not texts:
-            show_model(llm)
-        texts.append(play(llm, sampling, is_shown=not texts))
-        with console.status(f"{REPLIES} replies at once on the {side} backend"):
-            speeds.append(f"{side} {measure_replies(llm, sampling):,.0f} tokens/s")
-    if backend == "both":
-        same = "the same text" if texts[0] == texts[1] else "another text"
-        console.print(f"The optimized backend gave [bold green]{same}[/].")
-    console.print(f"{REPLIES} replies at once: {', '.join(speeds)}")
-    if any("graph" in step for step in steps):
-        counted = ", ".join(f"{count} {step}" for step, count in sorted(steps.items()))
-        console.print(f"Its steps: {counted}")
-    console.print()
-    console.print(f"Next: [bold]lockstep demo --seed {seed + 1} --max-tokens 100[/]")
+    show_demo(device, backend, max_tokens, seed)
 
 
 @app.command()
@@ -661,98 +631,6 @@ def layer_table(counts: Mapping[str, tuple[int, int]], total: int) -> Table:
     layers = sum(layers for layers, _ in counts.values())
     table.add_row("", "all", str(layers), f"{total:,}", "", style="bold")
     return table
-
-
-def load_demo(backend: str, device: str) -> LLM:
-    """Load the packaged model; on a GPU the optimized side runs all steps as graphs.
-
-    So few tokens a step that several replies begin in more than one.
-    """
-    from lockstep.llm import LLM, find_device
-
-    options: dict[str, Any] = {"max_requests": REPLIES, "max_tokens_per_step": 64}
-    if backend == "optimized" and find_device(device).type == "cuda":
-        options["graphs"] = "all"
-    with console.status(f"loading the demo model for the {backend} backend"):
-        return LLM("demo", backend=backend, device=device, verbose=False, **options)
-
-
-def count_steps(llm: LLM) -> Counter[str]:
-    """Count the steps of an engine from now on, by what they do and what ran them."""
-    counts: Counter[str] = Counter()
-    step = llm.engine.step
-
-    def counted(*arguments: Any) -> Any:
-        record = step(*arguments)
-        kinds = (
-            ("decode", record.shape.decode_requests),
-            (
-                "prefill",
-                record.shape.prefill_requests,
-            ),
-        )
-        kind = " and ".join(name for name, count in kinds if count)
-        counts[f"{kind} by {'a graph' if record.mode == 'graph' else record.mode}"] += 1
-        return record
-
-    llm.engine.step = counted
-    return counts
-
-
-def play(llm: LLM, sampling: SamplingParams, is_shown: bool) -> list[str]:
-    """Play the demonstration's scene; return the replies."""
-    from lockstep.chat import Chat
-
-    scene = Chat(llm, sampling_params=sampling)
-    replies: list[str] = []
-    for turn, line in enumerate(LINES, start=1):
-        output = scene.send({"role": "user", "name": SPEAKER, "content": line})
-        if is_shown:
-            show_turn(turn, line, output)
-        replies.append(output.text)
-    return replies
-
-
-def measure_replies(llm: LLM, sampling: SamplingParams) -> float:
-    """Return the tokens per second of several replies to the scene's first line.
-
-    A run before the one that is timed warms up and fills the cache.
-    """
-    message = {"role": "user", "name": SPEAKER, "content": LINES[0]}
-    draws = [replace(sampling, seed=seed, max_tokens=16) for seed in range(REPLIES)]
-    llm.chat([[message]], draws[0])
-    begin = time.perf_counter()
-    outputs = llm.chat([[message]] * REPLIES, draws)
-    seconds = time.perf_counter() - begin
-    return sum(len(output.token_ids) for output in outputs) / seconds
-
-
-def show_model(llm: LLM) -> None:
-    """Print what the demonstration's model is."""
-    from lockstep.parameters import num_parameters
-
-    config = llm.model_config
-    millions = num_parameters(config) / 1e6
-    dtype = str(llm.dtype).removeprefix("torch.")
-    legend = "   ".join(f"{letter} {kind}" for letter, kind in KINDS.items())
-    console.print(
-        f"[bold]Lockstep demo[/]: {config.family}, {millions:.1f}M parameters, "
-        f"{dtype} on {llm.device}"
-    )
-    console.print(f"Layers {config.layer_pattern}   [dim]{legend}[/]")
-    console.print(f"Cache in blocks of {llm.sizes.block_size} tokens\n")
-
-
-def show_turn(turn: int, line: str, output: RequestOutput) -> None:
-    """Print a prompt, its reply and what the cache did."""
-    computed, reused = reuse_of(output).split(", ")
-    console.print(f"[bold]Prompt {turn}[/]: {computed}, [bold green]{reused}[/]")
-    if turn > 1:
-        console.print(f"  Why: {output.cache.reason}", style="green", markup=False)
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row(f"[dim]{SPEAKER}[/]", line)
-    grid.add_row(f"[bold]{CHARACTER}[/]", " ".join(output.text.split()))
-    console.print(Padding(grid, (0, 0, 1, 2), expand=False))
 
 
 def main() -> None:

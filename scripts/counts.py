@@ -34,7 +34,7 @@ CORE = (
     "snapshots",
 )
 #: Command-line tools.
-TOOLS = ("__main__", "cli", "exercise", "ladder", "verify")
+TOOLS = ("__main__", "cli", "demo", "exercise", "ladder", "verify")
 #: What people call, how models get in, and the table of the ladder's rungs, which docs
 #: and tests read, too: of no interest to either side.
 FRONT = (

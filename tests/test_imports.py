@@ -18,7 +18,16 @@ ROOT = Path(__file__).resolve().parents[1]
 ENOUGH = ("torch", "numpy", "jaxtyping")
 
 #: Modules of the package that know a side, and so are no vocabulary.
-CHOOSERS = {"__init__", "__main__", "assemble", "cli", "exercise", "ladder", "verify"}
+CHOOSERS = {
+    "__init__",
+    "__main__",
+    "assemble",
+    "cli",
+    "demo",
+    "exercise",
+    "ladder",
+    "verify",
+}
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
