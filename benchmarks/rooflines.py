@@ -1,10 +1,10 @@
-"""The floor of each workload: the least time that it can take on one H200.
+"""The floor of each workload: the least time that it can take, on one H200 by default.
 
 Bytes and operations are counted once, at the best rates that any kernel has reached on
-the card. A workload's floor is the sum over its steps of the larger of the time for its
-bytes and that for its operations: prefill in steps of at most 8,192 tokens, after which
-all requests of the batch decode together. (For ``mixed_64`` that is a model and no
-floor: rows that decode within steps of 2,048 prefill tokens come to 0.80 s for nano3
+the machine. A workload's floor is the sum over its steps of the larger of the time for
+its bytes and that for its operations: prefill in steps of at most 8,192 tokens, after
+which all requests of the batch decode together. (For ``mixed_64`` that is a model and
+no floor: rows that decode within steps of 2,048 prefill tokens come to 0.80 s for nano3
 and 0.53 s for dense4b.) Distinct experts are counted as for independent, uniform
 routing. A measurement under the floor is a fault in the floor.
 
@@ -14,19 +14,67 @@ routing. A measurement under the floor is a fault in the floor.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from benchmarks.shapes import SHAPES
 from benchmarks.workloads import Workload, build
+from lockstep.config import ModelConfig
+from lockstep.families import read_model_config
 
-#: Bytes a second of a matrix-vector product, which reads weights.
-READ_RATE = 4.42e12
-#: Bytes a second of a copy, reads and writes counted.
-COPY_RATE = 4.30e12
-#: Operations a second of a large bfloat16 matrix product.
-FLOP_RATE = 790e12
 #: Prefill tokens of a step.
 STEP_TOKENS = 8192
+
+
+class Rates(NamedTuple):
+    """The best that a machine does.
+
+    Attributes:
+        read: Bytes a second of a matrix-vector product, which reads weights.
+        copy: Bytes a second of a copy, reads and writes counted.
+        flops: Operations a second of a large matrix product.
+    """
+
+    read: float
+    copy: float
+    flops: float
+
+
+#: Of one H200, its products in bfloat16.
+H200 = Rates(4.42e12, 4.30e12, 790e12)
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Measure a machine's rates, each as the best of several runs."""
+    size = 2**13 if device.type == "cuda" else 2**10
+    square = torch.ones(size, size, dtype=dtype, device=device)
+    matrix = torch.ones(2**8, 2**16, dtype=dtype, device=device)
+    target, vector = torch.empty_like(matrix), matrix[0]
+
+    def copy() -> Tensor:
+        return torch.mul(matrix, 1, out=target)
+
+    return Rates(
+        read=matrix.nbytes / _best_seconds(lambda: matrix.mv(vector), device),
+        copy=2 * matrix.nbytes / _best_seconds(copy, device),
+        flops=2 * size**3 / _best_seconds(lambda: square.mm(square), device),
+    )
+
+
+def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the shortest time of ten runs."""
+    times: list[float] = []
+    for _ in range(10):
+        begin = perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(perf_counter() - begin)
+    return min(times)
 
 
 class Counts(NamedTuple):
@@ -43,6 +91,7 @@ class Counts(NamedTuple):
         kv_bytes: K/V of one token, all layers.
         scan_flops: Operations of the scan for one token, all layers.
         attention_flops: Operations of attention for one token and position.
+        num_bytes: Bytes of a weight.
     """
 
     dense: int
@@ -55,43 +104,69 @@ class Counts(NamedTuple):
     kv_bytes: int
     scan_flops: float
     attention_flops: int
+    num_bytes: int = 2
 
 
-def count(fields: dict[str, Any]) -> Counts:
-    """Count what a shape's steps are made of; weights and K/V have two bytes."""
-    hidden, pattern = fields["hidden_size"], fields["hybrid_override_pattern"]
+def count(config: ModelConfig, num_bytes: int = 2) -> Counts:
+    """Count what a model's steps are made of.
+
+    Args:
+        config: The model.
+        num_bytes: Bytes of a number of weights, K/V and conv windows.
+    """
+    hidden, pattern = config.hidden_size, config.layer_pattern
     num = {letter: pattern.count(letter) for letter in "M*-E"}
-    head_dim, heads = fields["head_dim"], fields["num_attention_heads"]
-    kv_heads = fields["num_key_value_heads"]
-    mamba_heads, mamba_dim = fields["mamba_num_heads"], fields["mamba_head_dim"]
-    state, groups = fields["ssm_state_size"], fields["n_groups"]
-    inner = mamba_heads * mamba_dim
-    channels = inner + 2 * groups * state
-    experts = fields.get("n_routed_experts", 0)
-    shared = 2 * hidden * fields.get("moe_shared_expert_intermediate_size", 0)
-    mamba = hidden * (inner + channels + mamba_heads) + inner * hidden
-    attention = hidden * (2 * heads + 2 * kv_heads) * head_dim
-    # Within a chunk of 128 half of the pairs count; states are written and read once.
-    scan = mamba_heads * (128 * (state + mamba_dim) + 4 * mamba_dim * state)
+    mamba = attention = mlp = shared = expert = state = kv = scan = pairs = 0
+    if config.mamba is not None:
+        m = config.mamba
+        mamba = hidden * (m.inner_size + m.conv_channels + m.num_heads)
+        mamba += m.inner_size * hidden
+        state = m.inner_size * m.state_size * 4
+        state += m.conv_channels * (m.conv_window + 1) * num_bytes
+        # Within a chunk half of the pairs count; states are written and read once.
+        scan = m.num_heads * (
+            m.scan_chunk_size * (m.state_size + m.head_dim)
+            + 4 * m.head_dim * m.state_size
+        )
+    if config.attention is not None:
+        a = config.attention
+        attention = hidden * (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        kv = 2 * a.num_kv_heads * a.head_dim * num_bytes
+        pairs = 4 * a.num_heads * a.head_dim
+    if config.mlp is not None:
+        mlp = (2 + config.mlp.gated) * hidden * config.mlp.size
+    moe = config.moe
+    if moe is not None:
+        width = moe.latent_size or hidden
+        shared = (2 + moe.gated) * hidden * moe.shared_size
+        shared += 2 * hidden * (moe.latent_size or 0)
+        expert = (2 + moe.gated) * width * moe.expert_size
+    experts = moe.num_experts if moe else 0
     return Counts(
         dense=num["M"] * mamba
         + num["*"] * attention
-        + num["-"] * 2 * hidden * fields.get("intermediate_size", 0)
+        + num["-"] * mlp
         + num["E"] * (hidden * experts + shared),
-        head=hidden * fields["vocab_size"],
-        expert=2 * hidden * fields.get("moe_intermediate_size", 0),
+        head=hidden * config.vocab_size,
+        expert=expert,
         num_experts=experts,
-        top_k=fields.get("num_experts_per_tok", 0),
+        top_k=moe.top_k if moe else 0,
         num_moe=num["E"],
-        state_bytes=num["M"] * (mamba_heads * mamba_dim * state * 4 + channels * 8),
-        kv_bytes=num["*"] * 2 * kv_heads * head_dim * 2,
+        state_bytes=num["M"] * state,
+        kv_bytes=num["*"] * kv,
         scan_flops=num["M"] * scan,
-        attention_flops=4 * num["*"] * heads * head_dim,
+        attention_flops=num["*"] * pairs,
+        num_bytes=num_bytes,
     )
 
 
 def step_seconds(
-    c: Counts, tokens: float, rows: float, context: float, samples: float
+    c: Counts,
+    tokens: float,
+    rows: float,
+    context: float,
+    samples: float,
+    rates: Rates = H200,
 ) -> float:
     """Return the floor of one step.
 
@@ -101,33 +176,39 @@ def step_seconds(
         rows: Requests.
         context: Positions attended to, over all rows.
         samples: Tokens whose logits are computed.
+        rates: The machine's.
     """
     touched = 0.0
     if c.num_experts:
         touched = c.num_experts * (1 - (1 - c.top_k / c.num_experts) ** tokens)
     weights = c.dense + c.num_moe * touched * c.expert + c.head
-    read = (2 * weights + context * c.kv_bytes) / READ_RATE
-    copied = 2 * rows * c.state_bytes / COPY_RATE
+    read = (c.num_bytes * weights + context * c.kv_bytes) / rates.read
+    copied = 2 * rows * c.state_bytes / rates.copy
     flops = 2 * tokens * (c.dense + c.num_moe * c.top_k * c.expert)
     flops += 2 * samples * c.head + tokens * c.scan_flops
     is_decode = tokens == rows
     pairs = context if is_decode else context * tokens / max(rows, 1) / 2
     flops += c.attention_flops * pairs
-    return max(read + copied, flops / FLOP_RATE)
+    return max(read + copied, flops / rates.flops)
 
 
 def floor_seconds(shape: str, workload: Workload) -> float:
-    """Return the floor of a workload on a shape."""
-    counts = count(SHAPES[shape])
+    """Return the floor of a workload on a shape, on one H200."""
+    return floor_of(count(read_model_config(SHAPES[shape])), workload)
+
+
+def floor_of(counts: Counts, workload: Workload, rates: Rates = H200) -> float:
+    """Return the floor of a workload on what a model is made of."""
     lens, rows = [len(prompt) for prompt in workload.prompts], len(workload.prompts)
     skipped = 4096 if workload.warm else 0
     todo = sum(length - skipped for length in lens)
     steps = math.ceil(todo / STEP_TOKENS)
     total = steps * step_seconds(
-        counts, todo / steps, rows / steps, sum(lens) / steps, rows / steps
+        counts, todo / steps, rows / steps, sum(lens) / steps, rows / steps, rates
     )
     for token in range(1, workload.max_tokens):
-        total += step_seconds(counts, rows, rows, sum(lens) + rows * token, rows)
+        context = sum(lens) + rows * token
+        total += step_seconds(counts, rows, rows, context, rows, rates)
     return total
 
 

@@ -79,3 +79,36 @@ DENSE4B: dict[str, Any] = _COMMON | {
 }
 
 SHAPES = {"nano3": NANO3, "dense4b": DENSE4B}
+
+#: The published shape of IBM Granite 4.0 H 350M, a dense hybrid of 0.34 billion
+#: parameters: 28 Mamba-2 and 4 attention layers, each with an MLP. Sizes are those of
+#: ``config.json`` in ``ibm-granite/granite-4.0-h-350m`` on Hugging Face.
+GRANITE_350M: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "vocab_size": 100352,
+    "hidden_size": 768,
+    "num_hidden_layers": 32,
+    "layer_types": [
+        "attention" if layer in (10, 13, 17, 27) else "mamba" for layer in range(32)
+    ],
+    "max_position_embeddings": 32768,
+    "position_embedding_type": "nope",
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "mamba_n_heads": 48,
+    "mamba_d_head": 32,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 256,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 2048,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.246,
+    "logits_scaling": 3,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
