@@ -41,7 +41,10 @@ class Engine(Lifecycle):
             try:
                 with torch.inference_mode():
                     show_progress(self.graphs.capture(), len(shapes))
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                # Said by the allocator, by the driver, or by who loads a kernel.
+                if "out of memory" not in str(error):
+                    raise
                 raise ConfigError(
                     f"the device has too little memory left to capture {len(shapes)} "
                     "graphs; lower memory_fraction, max_tokens_per_step or "

@@ -18,6 +18,10 @@ from lockstep.batch import BatchMetadata
 from lockstep.config import GraphMode
 from lockstep.plan import BatchShape
 
+#: What a capture takes besides the memory of a pass: workspaces of libraries on its own
+#: stream, and what the driver keeps of graphs.
+_CAPTURE_BYTES = 256 * 1024**2
+
 
 class Forward(NamedTuple):
     """What a forward pass gave, and how it was run.
@@ -90,9 +94,14 @@ class GraphRunner:
 
         Each pass is run once before it is captured: libraries allocate, and kernels are
         compiled, at a first call.
+
+        Raises:
+            torch.OutOfMemoryError: The device is too full; nothing is captured.
         """
         pool = torch.cuda.graph_pool_handle()
-        for extents in sorted(self._padded, reverse=True):
+        ordered = sorted(self._padded, reverse=True)
+        self._check_room(ordered[0])
+        for extents in ordered:
             batch = self._pad(extents.shape)
             logits = self._forward(batch)
             if len(logits) > len(self._logits):
@@ -105,6 +114,23 @@ class GraphRunner:
             self._graphs[extents] = graph
             del logits
             yield extents.shape
+
+    def _check_room(self, largest: _Extents) -> None:
+        """Run the largest pass, and see that there is its memory for graphs to keep.
+
+        A capture that runs out of memory may leave the process unable to go on.
+        """
+        used = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self._forward(self._pad(largest.shape))
+        torch.cuda.synchronize()
+        needed = torch.cuda.max_memory_allocated() - used + _CAPTURE_BYTES
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        if free < needed:
+            raise torch.OutOfMemoryError(
+                f"out of memory for graphs: {needed} bytes needed, {free} free"
+            )
 
     def _why_eager(self, batch: BatchMetadata) -> str:
         """Say what a step needs that no shape has."""
