@@ -2260,7 +2260,7 @@ drawn = self.components.sample(logits[batch.sample_index], batch.draws)
 """,
         tests=(
             "tests/gpu/test_optimized.py::"
-            "test_a_replay_equals_the_eager_step[attention-float32]",
+            "test_a_replay_equals_the_eager_step[attention-float32-triton]",
         ),
         source="Megatron-LM#5791",
         needs_gpu=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,6 +101,14 @@ def toy(tmp_path: Path) -> Path:
 def test_each_mutant_fits_the_tree() -> None:
     """Old texts stand exactly once, faults are programs, and named tests exist."""
     assert list(mutants.problems(ROOT, mutants.load(ROOT))) == []
+
+
+def test_each_test_that_needs_a_gpu_is_there() -> None:
+    """By its whole id: here none of them runs, and one that is not found kills all."""
+    named = {test for each in mutants.load(ROOT) if each.needs_gpu for test in each.tests}
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q"]
+    done = subprocess.run([*command, *sorted(named)], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stdout.decode()
 
 
 def test_copy_keeps_links_and_leaves_ignored_files(toy: Path, tmp_path: Path) -> None:
