@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+import typer
 from torch import Tensor
+
+from benchmarks.reference_speed import environment
 
 #: Modules with a function ``cases`` that returns an iterable of `Case`.
 MODULES = ("benchmarks.kernels_mamba", "benchmarks.kernels_attention_moe")
@@ -97,30 +100,30 @@ def measure(case: Case, bandwidth: float) -> dict[str, float]:
     return row
 
 
-def main(path: str, names: Iterable[str]) -> None:
+def main(
+    path: Annotated[Path, typer.Argument(help="JSON file to write")],
+    names: Annotated[
+        list[str] | None, typer.Argument(help="parts of names; all cases unless given")
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="the commit, where git cannot say")
+    ] = None,
+) -> None:
     """Measure all cases, or those that are named."""
-    wanted = [*names] or [""]
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
     rows: dict[str, dict[str, float]] = {}
     for module in MODULES:
         for case in importlib.import_module(module).cases():
-            if any(name in case.name for name in wanted):
+            if any(name in case.name for name in names or [""]):
                 rows[case.name] = row = measure(case, bandwidth)
                 numbers = "  ".join(f"{k} {v:.4g}" for k, v in row.items())
                 print(f"{case.name:28} {numbers}", flush=True)
                 torch.cuda.empty_cache()
-    import triton
-
-    result = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "copy_TBps": bandwidth / 1e12,
-        "rows": rows,
-    }
-    Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    found = environment(torch.device("cuda"), commit) | {"triton": version("triton")}
+    result = {"environment": found, "copy_TBps": bandwidth / 1e12, "rows": rows}
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    typer.run(main)
