@@ -144,6 +144,14 @@ RUNGS: tuple[Rung, ...] = (
         "All index arrays go to the device in one copy, and all that is wanted of a "
         "step comes back in one.",
         _optimized("metadata.MetadataBuilder"),
+        options={"graphs": "off", "kernels": "torch"},
+        backend="optimized",
+    ),
+    Rung(
+        "fused kernels",
+        "What torch does in several passes over memory is one Triton kernel, in which "
+        "all in between stays in registers; without Triton, nothing changes.",
+        options={"kernels": "auto"},
         backend="optimized",
     ),
     Rung(
