@@ -164,16 +164,23 @@ def read_trace(profiler: Any) -> list[dict[str, Any]]:
 
 
 def summarize(events: Iterable[dict[str, Any]]) -> tuple[int, int, int]:
-    """Count launches, kernels, and bytes copied between host and device."""
+    """Count launches, kernels, and bytes copied between host and device.
+
+    Kernels that were started together share a number, by which launches are counted
+    where the calls themselves were not seen.
+    """
     launches = kernels = copied = 0
+    together: set[Any] = set()
     for event in events:
-        kind, name = event["cat"], event["name"]
+        kind, name, more = event["cat"], event["name"], event.get("args", {})
         if kind in ("cuda_runtime", "cuda_driver"):
             launches += name.startswith(LAUNCHES)
-        kernels += kind == "kernel"
-        if kind == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
-            copied += int(event["args"].get("bytes", 0))
-    return launches, kernels, copied
+        elif kind == "kernel":
+            kernels += 1
+            together.add(more.get("correlation"))
+        elif kind == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
+            copied += int(more.get("bytes", 0))
+    return launches or len(together), kernels, copied
 
 
 def _read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

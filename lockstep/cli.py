@@ -1,4 +1,4 @@
-"""The command line: ``lockstep demo``, ``generate``, ``chat``, ``info``, ``verify``.
+"""The command line: ``lockstep demo``, ``generate``, ``chat``, ``info`` and others.
 
 Everything heavy is imported inside the commands, so that ``--help`` answers at once.
 Options of sampling and of the engine are the fields of `SamplingParams` and
@@ -108,6 +108,18 @@ Named = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes on stderr.")]
+OtherModel = Annotated[
+    str | None, typer.Option(help="demo, granite-350m or a checkpoint folder.")
+]
+Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts at once.")]
+PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of each.")]
+NewTokens = Annotated[int | None, typer.Option(min=2, help="Tokens made of each.")]
+OnlyRungs = Annotated[
+    list[str] | None, typer.Option(metavar="RUNG", help="A rung; repeatable.")
+]
+Seconds = Annotated[float, typer.Option(help="Most that a run of a rung may take.")]
+Output = Annotated[Path | None, typer.Option(help="A folder for JSON and a plot.")]
+Commit = Annotated[str | None, typer.Option(help="The commit, where git cannot say.")]
 
 
 # Options that come from dataclasses.
@@ -403,6 +415,34 @@ def verify(
     )
     show(verdict, console)
     if not verdict.equal:
+        raise typer.Exit(ENGINE_ERROR)
+
+
+@app.command()
+def ladder(
+    device: Where = "auto",
+    model: OtherModel = None,
+    prompts: Prompts = None,
+    prompt_tokens: PromptTokens = None,
+    new_tokens: NewTokens = None,
+    only: OnlyRungs = None,
+    seconds: Seconds = 3.0,
+    output: Output = None,
+    commit: Commit = None,
+) -> None:
+    """Time the rungs from the reference to the optimized engine, in a checkout.
+
+    Each is held to the reference first. Exit status 1 means that one differs; it is
+    not timed. A GPU gets a larger model and more tokens unless told otherwise.
+    """
+    try:
+        from lockstep.ladder import climb
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "benchmarks":
+            raise
+        raise ConfigError("the ladder needs a checkout, for its benchmarks") from None
+    counts = prompts, prompt_tokens, new_tokens
+    if not climb(device, model, counts, only or (), seconds, output, commit):
         raise typer.Exit(ENGINE_ERROR)
 
 

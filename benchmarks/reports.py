@@ -1,0 +1,117 @@
+"""Tables, files and plots of what was measured; plots alone need matplotlib."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+#: Colours of the two kinds of steps, told apart by anybody.
+COLOURS = {"prefill": "#0072b2", "decode": "#e69f00"}
+
+
+def show_ladder(found: Mapping[str, Any], console: Console) -> None:
+    """Print a table of what was found."""
+    load = "{prompts} x {prompt_tokens} + {new_tokens} tokens".format(
+        **found["workload"]
+    )
+    title = (
+        f"{found['model']}, {found['dtype']}, {load}, {found['environment']['device']}"
+    )
+    is_cpu = found["environment"]["is_cpu"]
+    counted = ["operations"] if is_cpu else ["launches", "kernels", "copied_bytes"]
+    counted.append("host_reads")
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    table.add_column("rung", no_wrap=True)
+    for column in ("tokens/s", "decodes/s", "of floor", *counted):
+        table.add_column(column.replace("_", " "), justify="right")
+    for row in found["rungs"]:
+        if row["status"] != "equal":
+            table.add_row(row["rung"], style="dim")
+            continue
+        step = row["per_step"].get("decode", {})
+        table.add_row(
+            row["rung"] + " (cut)" * row["is_cut"],
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['decode_steps_per_second']:,.1f}",
+            f"{row['share_of_floor']:.2%}",
+            *(f"{step.get(key) or 0:,}" for key in counted),
+        )
+    console.print(table)
+    for row in found["rungs"]:
+        if row["reason"]:
+            text = f"{row['rung']} ({row['status']}): {row['reason']}"
+            console.print(text, markup=False)
+
+
+def write(
+    found: Mapping[str, Any],
+    path: Path,
+    draw: Callable[[Mapping[str, Any], Path], object],
+    notes: Console,
+) -> None:
+    """Write JSON, and a plot beside it if there is matplotlib.
+
+    Args:
+        found: What was measured.
+        path: Where the JSON goes.
+        draw: Draws it into a file.
+        notes: Is told what was written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    notes.print(f"wrote {path}")
+    try:
+        draw(found, path.with_suffix(".svg"))
+    except ModuleNotFoundError as error:
+        notes.print(f"no plot: {error}; pip install matplotlib")
+
+
+def draw_ladder(found: Mapping[str, Any], path: Path) -> None:
+    """Draw the tokens a second of every rung, prefill and decode, from the top.
+
+    Raises:
+        ModuleNotFoundError: There is no matplotlib.
+    """
+    rows = [row for row in found["rungs"] if row["status"] == "equal"]
+    figure = new_figure(figsize=(9, 1.2 + 0.42 * len(rows)), layout="constrained")
+    axes: Any = figure.subplots()
+    for shift, (kind, colour) in enumerate(COLOURS.items()):
+        places = [place + 0.4 * shift - 0.2 for place in range(len(rows))]
+        speeds = [row.get(f"{kind}_tokens_per_second", 0) for row in rows]
+        bars = axes.barh(places, speeds, 0.38, color=colour, label=kind)
+        axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, size=7)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(rows)), [_name(row) for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    load = "{prompts} x {prompt_tokens} + {new_tokens}".format(**found["workload"])
+    axes.set_xlabel(f"tokens a second; {load} tokens, {found['dtype']}")
+    axes.set_title(f"{found['model']} on {found['environment']['device']}")
+    axes.legend(loc="lower right")
+    save(figure, path)
+
+
+def new_figure(**options: Any) -> Any:
+    """Make an empty figure; options are those of matplotlib's."""
+    return import_module("matplotlib.figure").Figure(**options)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure, the same bytes for the same numbers."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with import_module("matplotlib").rc_context(
+        {"svg.hashsalt": path.stem, "svg.fonttype": "none"}
+    ):
+        metadata = {"Date": None} if path.suffix == ".svg" else {}
+        figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """Name a rung, and whether it was timed on less."""
+    return f"{row['rung']} (cut)" if row["is_cut"] else row["rung"]

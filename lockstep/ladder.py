@@ -1,0 +1,310 @@
+"""Climbs the ladder: each rung is built, held to the reference, and only then timed.
+
+A rung is equal if it plans as the reference does, draws the same greedy tokens, and
+gives log-probabilities within the class of whole engines: in float32, with short scan
+chunks, on a few prompts that come one after the other, share a beginning or are cut.
+What is not equal is not timed.
+
+Then all prompts are served at once in the model's own dtype. A rung that would take too
+long is timed on shorter prompts and fewer tokens, the same share of both; the result
+says so. Launches and reads are those of single steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from benchmarks import reports
+from benchmarks.reference_speed import environment
+from benchmarks.rooflines import H200, count, measure_rates
+from benchmarks.serving import Load, count_steps, free, greedy, rate, serve_within
+from benchmarks.shapes import GRANITE_350M
+from benchmarks.workloads import tokens
+from lockstep import rungs
+from lockstep.cli import console, notes
+from lockstep.config import EngineConfig, ModelConfig
+from lockstep.errors import ConfigError
+from lockstep.families import read_config_files, read_model_config
+from lockstep.llm import DEMO, find_device, find_dtype, find_folder
+from lockstep.memory import plan_memory
+from lockstep.parameters import Parameters, make_parameters, num_parameters
+from lockstep.rungs import Rung
+from lockstep.trace import StepRecord
+from lockstep.verify import Arrival, Setup, Side, Workload, verify
+from lockstep.verify.compare import BUDGETS, UNIT_ROUNDOFF, row_errors
+from lockstep.weights import WITNESS, Checkpoint
+
+#: Shapes that have no checkpoint here and are filled with random weights.
+SHAPES = {"granite-350m": GRANITE_350M}
+#: Model, prompts, tokens of each and new ones, by the kind of device.
+OWN = {"cuda": ("granite-350m", 8, 512, 64), "cpu": (DEMO, 8, 32, 16)}
+#: Options of the engines that are compared; blocks are as short as they can be.
+SMALL: dict[str, Any] = {
+    "max_requests": 3,
+    "max_tokens_per_step": 24,
+    "max_length": 64,
+    "scan_chunk_size": 16,
+    "block_size": 16,
+    "num_blocks": 12,
+    "snapshot_slots": 4,
+    "record_logprobs": True,
+}
+#: Tokens that a compared request makes.
+FEW_TOKENS = 4
+NOTES = {
+    "tokens_per_second": "all tokens that are computed, of prompts and new ones, each "
+    "kind at its measured rate and in the workload's proportion",
+    "share_of_floor": "least time of what was measured, over the time it took",
+    "per_step": "of one step of each kind; where a rung is timed on less, its prefill "
+    "step has the shortest prompts",
+}
+
+
+class Ladder:
+    """A model, a workload, and what the reference makes of a few prompts."""
+
+    def __init__(
+        self, model: str, device: torch.device, load: Load, seconds: float
+    ) -> None:
+        """Make the parameters, and run the reference.
+
+        Args:
+            model: ``demo``, a checkpoint folder, or a name in `SHAPES`.
+            device: Where all rungs run.
+            load: The workload.
+            seconds: Most that one run of it may take.
+
+        Raises:
+            ConfigError: A workload that no engine can have.
+            CheckpointError: There is no such model.
+        """
+        self.model, self.device, self.load, self.seconds = model, device, load, seconds
+        self.folder = None if model in SHAPES else find_folder(model)
+        fields = SHAPES[model] if not self.folder else read_config_files(self.folder)
+        self.config: ModelConfig = read_model_config(fields)
+        self.dtype = find_dtype("auto", self.config, device)
+        self.drawn: dict[torch.dtype, Parameters] = {}
+        self.timed = self._set_up(
+            self.dtype,
+            max_requests=load.prompts,
+            max_tokens_per_step=load.prompts * load.prompt_tokens,
+            max_length=load.prompt_tokens + load.new_tokens,
+            snapshot_slots=4 * load.prompts,
+        )
+        self.compared = self._set_up(torch.float32, **SMALL)
+        self.bound = BUDGETS["log-probabilities"] * UNIT_ROUNDOFF[torch.float32]
+        self.expected = self._serve_few(Side())
+        own = device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
+        self.rates = H200 if own else measure_rates(device, self.dtype)
+
+    def climb(self, rung: Rung, note: Callable[[str], None]) -> dict[str, Any]:
+        """Hold a rung to the reference, then time it and count what its steps do.
+
+        Args:
+            rung: The rung.
+            note: Is told what is done next.
+        """
+        side = Side(rung.backend, rungs.components(rung.name), rungs.options(rung.name))
+        found: dict[str, Any] = {"rung": rung.name, "change": rung.change}
+        try:
+            side.settle(self.compared)
+        except ConfigError as error:
+            return {**found, "status": "not possible here", "reason": str(error)}
+        note("is compared")
+        found["equality"] = self.compare(side)
+        if reason := found["equality"]["difference"]:
+            return {**found, "status": "unequal", "reason": reason}
+        found |= {"status": "equal", "reason": _idle(rung, self.config)}
+        engine = side.build(self.timed, side.components)
+        note("is timed")
+        served = serve_within(engine, self.load, self.seconds)
+        vocab, made_of = self.config.vocab_size, count(self.config, self.dtype.itemsize)
+        found |= rate(served, self.load, made_of, vocab, self.rates)
+        note("is counted")
+        load = self.load.shortest if found["is_cut"] else self.load
+        return {**found, "per_step": count_steps(engine, load, self.device)}
+
+    def compare(self, side: Side) -> dict[str, Any]:
+        """Compare a side with the reference on the few prompts.
+
+        Returns:
+            How many steps are equal, the largest error of a log-probability in
+            roundoffs, and the first difference.
+        """
+        largest, steps, difference = 0.0, 0, ""
+        actual = self._serve_few(side)
+        for mine, theirs in zip(actual, self.expected, strict=False):
+            errors = [
+                float(row_errors(mine.logprobs[name], rows).max())
+                if name in mine.logprobs
+                else float("inf")
+                for name, rows in theirs.logprobs.items()
+            ]
+            largest = max(largest, *errors)
+            difference = self._difference(mine, theirs, largest)
+            if difference:
+                difference = f"step {theirs.step}: {difference}{self._blame(side)}"
+                break
+            steps += 1
+        if not difference and len(actual) != len(self.expected):
+            difference = f"{len(actual)} steps instead of {len(self.expected)}"
+        return {
+            "steps": steps,
+            "largest_error_in_roundoffs": largest / UNIT_ROUNDOFF[torch.float32],
+            "difference": difference,
+        }
+
+    def _difference(self, mine: StepRecord, theirs: StepRecord, error: float) -> str:
+        """Say how two steps differ."""
+        if mine.failed:
+            return f"failed with {'; '.join(mine.failed.values())}"
+        if mine.plan != theirs.plan:
+            return "another plan"
+        if error > self.bound:
+            return f"log-probabilities are {error:.1e} off, at most {self.bound:.1e}"
+        if mine.tokens != theirs.tokens:
+            return f"tokens {mine.tokens} instead of {theirs.tokens}"
+        return ""
+
+    def _blame(self, side: Side) -> str:
+        """Let the verifier name the component, if it sees a difference, too."""
+        config = replace(self.config, dtype="float32")
+        arrivals = [
+            Arrival(prompt, greedy(FEW_TOKENS), step)
+            for step, prompt in enumerate(self._few_prompts)
+        ]
+        verdict = verify(
+            side, model=config, workload=Workload(arrivals), device=str(self.device)
+        )
+        blame = verdict.difference and verdict.difference.blame
+        return f"; to blame: {blame}" if blame else ""
+
+    def _set_up(self, dtype: torch.dtype, **options: Any) -> Setup:
+        """Settle sizes, and make the parameters if there are none of this dtype."""
+        if dtype not in self.drawn:
+            fill = WITNESS.fill
+            if self.folder:
+                fill = Checkpoint(self.folder, self.config, self.device).fill
+            self.drawn[dtype] = make_parameters(self.config, dtype, self.device, fill)
+        config = EngineConfig(**options)
+        sizes = plan_memory(self.config, config, self.device, dtype)
+        return Setup(self.config, config, sizes, self.drawn[dtype], self.device)
+
+    @property
+    def _few_prompts(self) -> Sequence[list[int]]:
+        """Prompts of which two share a block, and one is longer than a step."""
+        vocab = self.config.vocab_size
+        first, *ends = (tokens(n, count, vocab) for n, count in enumerate((16, 5, 3)))
+        return [*(first + end for end in ends), tokens(3, 27, vocab)]
+
+    def _serve_few(self, side: Side) -> list[StepRecord]:
+        """Serve the few prompts, one more in every step."""
+        engine = side.build(self.compared, side.components)
+        records: list[StepRecord] = []
+        for index, prompt in enumerate(self._few_prompts):
+            engine.add(prompt, greedy(FEW_TOKENS), f"r{index}")
+            records.append(engine.step())
+        while engine.has_work:
+            records.append(engine.step())
+        return records
+
+    def describe(self) -> dict[str, Any]:
+        """Say what was climbed with."""
+        return {
+            "model": self.model,
+            "weights": "the checkpoint's" if self.folder else "random",
+            "layer_pattern": self.config.layer_pattern,
+            "parameters": num_parameters(self.config),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "workload": asdict(self.load),
+            "most_seconds_of_a_run": self.seconds,
+            "equality": {
+                "dtype": "float32",
+                "prompt_tokens": [len(prompt) for prompt in self._few_prompts],
+                "new_tokens": FEW_TOKENS,
+                "bound_in_roundoffs": BUDGETS["log-probabilities"],
+            },
+            "rates": self.rates._asdict(),
+            "notes": NOTES,
+        }
+
+
+def climb(
+    device: str,
+    model: str | None,
+    counts: Sequence[int | None],
+    only: Sequence[str],
+    seconds: float,
+    output: Path | None,
+    commit: str | None,
+) -> bool:
+    """Climb some rungs, show what was found, and write it to a folder.
+
+    Args:
+        device: Name of a device, or ``auto``.
+        model: As of `Ladder`; chosen by the device unless given, as is what follows.
+        counts: Prompts, tokens of each, and tokens made of each.
+        only: Names of rungs; all unless there are any.
+        seconds: Most that one run of the workload may take.
+        output: The folder; None for none.
+        commit: The commit, where git cannot say.
+
+    Returns:
+        Whether all that can run here did, and are equal.
+    """
+    where = find_device(device)
+    own = OWN["cuda" if where.type == "cuda" else "cpu"]
+    pairs = zip(counts, own[1:], strict=True)
+    load = Load(*(mine or each for mine, each in pairs))
+    chosen = [_find(name) for name in only] or rungs.RUNGS
+    rows: list[dict[str, Any]] = []
+    with Progress(console=notes, transient=True) as progress:
+        task = progress.add_task("the reference is run", total=len(chosen))
+        ladder = Ladder(model or own[0], where, load, seconds)
+        for rung in chosen:
+            say = partial(_say, progress, task, rung.name)
+            try:
+                rows.append(ladder.climb(rung, say))
+            except Exception as error:
+                # What was measured before is not lost.
+                reason = f"{type(error).__name__}: {error}"
+                rows.append({"rung": rung.name, "status": "failed", "reason": reason})
+            free(where)
+            progress.advance(task)
+            notes.print(f"{rung.name}: {rows[-1]['status']}")
+    found = {"environment": environment(where, commit), **ladder.describe()}
+    found["environment"]["is_cpu"] = where.type == "cpu"
+    found["rungs"] = rows
+    reports.show_ladder(found, console)
+    if output is not None:
+        name = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
+        path = output / f"ladder_{name.split()[-1].lower()}.json"
+        reports.write(found, path, reports.draw_ladder, notes)
+    return not {"unequal", "failed"} & {row["status"] for row in rows}
+
+
+def _say(progress: Progress, task: Any, rung: str, what: str) -> None:
+    """Say in front of the bar what is done."""
+    progress.update(task, description=f"{rung} {what}")
+
+
+def _find(name: str) -> Rung:
+    """Find a rung that a user names."""
+    try:
+        return rungs.find(name)
+    except KeyError as error:
+        raise ConfigError(error.args[0]) from None
+
+
+def _idle(rung: Rung, config: ModelConfig) -> str:
+    """Say why a rung can change nothing for a model."""
+    parts = {key.split(".")[0] for key in rung.components}
+    needs_moe = parts == {"moe"} or set(rung.options) == {"side_stream"}
+    return "the model has no experts" if needs_moe and config.moe is None else ""

@@ -1,0 +1,251 @@
+"""The ladder as a user climbs it: what is equal is timed, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import counting, serving
+from benchmarks.rooflines import H200, count, floor_of
+from benchmarks.serving import Load, Served
+from benchmarks.shapes import GRANITE_350M, SHAPES
+from lockstep import cli, rungs
+from lockstep.families import read_model_config
+from lockstep.optimized import linear
+from lockstep.parameters import num_parameters
+from tests.engines import CPU, make_engine
+from tests.factories import model_config
+
+TINY = ("--device", "cpu", "--prompts", "2", "--prompt-tokens", "8")
+Main = Callable[..., int]
+
+
+@pytest.fixture
+def climb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Main:
+    """Return a function that climbs with a tiny workload, and gives the status."""
+
+    def run(*arguments: str) -> int:
+        own = (*TINY, "--new-tokens", "3", "--output", str(tmp_path))
+        monkeypatch.setattr(sys, "argv", ["lockstep", "ladder", *own, *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return int(caught.value.code or 0)
+
+    return run
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Read what was written."""
+    return json.loads((folder / "ladder_cpu.json").read_text(encoding="utf-8"))
+
+
+def test_rungs_are_compared_timed_and_counted(climb: Main, tmp_path: Path) -> None:
+    """The file says with what, how fast, and what a step asks for."""
+    names = ("loops", "sampling on the device", "static buffers", "decode graphs")
+    assert climb(*(part for name in names for part in ("--only", name))) == 0
+    found = read(tmp_path)
+    assert {"device", "torch", "commit", "date"} <= set(found["environment"])
+    assert found["workload"] == {"prompts": 2, "prompt_tokens": 8, "new_tokens": 3}
+    assert (found["model"], found["dtype"]) == ("demo", "float32")
+    *possible, last = found["rungs"]
+    assert (last["status"], "tokens_per_second" in last) == ("not possible here", False)
+    assert "needs a GPU" in last["reason"]
+    for row, name in zip(possible, names, strict=False):
+        assert (row["rung"], row["status"]) == (name, "equal")
+        error = row["equality"]["largest_error_in_roundoffs"]
+        assert error <= found["equality"]["bound_in_roundoffs"]
+        assert row["equality"]["steps"] == possible[0]["equality"]["steps"] > 1
+        assert row["measured"] == found["workload"]
+        for rate in ("tokens_per_second", "decode_steps_per_second", "share_of_floor"):
+            assert 0 < row[rate] < math.inf
+        for kind, num_tokens in (("prefill", 16), ("decode", 2)):
+            step = row["per_step"][kind]
+            assert step["tokens"] == num_tokens
+            assert step["operations"] > 0
+            assert step["launches"] is None and step["why_none"]
+    loops, sampled, padded = (row["per_step"]["decode"] for row in possible)
+    assert loops["host_reads"] > sampled["host_reads"] == padded["host_reads"] == 1
+    assert loops["operations"] > padded["operations"]
+    assert set(possible[-1]["steps"]) == {"prefill padded", "decode padded"}
+
+
+def doubled(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply wrongly."""
+    return 2 * linear.linear(inputs, weight, bias)
+
+
+def test_what_is_wrong_is_named_and_not_timed(
+    climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status is 1; the part to blame is named; other rungs are timed."""
+    wrong = rungs.find("batched products")
+    parts: Any = {**wrong.components, "linear.linear": doubled}
+    table = (*rungs.RUNGS[:1], replace(wrong, components=parts))
+    monkeypatch.setattr(rungs, "RUNGS", table)
+    assert climb() == cli.ENGINE_ERROR
+    right, row = read(tmp_path)["rungs"]
+    assert right["status"] == "equal"
+    assert row["status"] == "unequal"
+    assert "to blame: linear.linear" in row["reason"]
+    assert not {"measured", "tokens_per_second", "per_step"} & set(row)
+
+
+def test_other_tokens_alone_are_seen(
+    climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities that are right excuse no other token."""
+
+    def sample(logits: Tensor, draws: Any) -> Tensor:
+        return logits.argmin(1)
+
+    rung = replace(rungs.RUNGS[1], components={"sampler.sample": sample})  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(rungs, "RUNGS", (rungs.RUNGS[0], rung))
+    assert climb("--only", rung.name) == cli.ENGINE_ERROR
+    (row,) = read(tmp_path)["rungs"]
+    assert row["status"] == "unequal"
+    assert "step 1: tokens" in row["reason"]
+
+
+def test_a_rung_that_fails_loses_no_other(
+    climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is in the file, beside what others gave; the status is 1."""
+    broken = replace(rungs.RUNGS[0], name="broken", components={"moe.route": "no:x"})
+    monkeypatch.setattr(rungs, "RUNGS", (broken, *rungs.RUNGS[:1]))
+    monkeypatch.setattr(serving, "RUNS", 0)
+    assert climb() == cli.ENGINE_ERROR
+    failed, _ = read(tmp_path)["rungs"]
+    assert failed["status"] == "failed"
+    assert "No module named 'no'" in failed["reason"]
+
+
+@pytest.mark.skipif(not find_spec("matplotlib"), reason="plots need matplotlib")
+def test_a_plot_stands_beside(climb: Main, tmp_path: Path) -> None:
+    """It is an image of all rungs that were timed."""
+    assert climb("--only", "loops") == 0
+    text = (tmp_path / "ladder_cpu.svg").read_text(encoding="utf-8")
+    assert "<svg" in text and "loops" in text
+
+
+def test_plots_can_be_done_without(
+    climb: Main,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without matplotlib the numbers are there, and a line says what is missing."""
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert climb("--only", "loops") == 0
+    assert read(tmp_path)["rungs"]
+    assert "no plot: " in capsys.readouterr().err
+
+
+def test_a_checkout_is_asked_for(
+    climb: Main, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the package stands alone, one line says so."""
+    monkeypatch.delitem(sys.modules, "lockstep.ladder", raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert climb() == cli.USER_ERROR
+    assert capsys.readouterr().err.startswith("error: the ladder needs a checkout")
+
+
+def test_unknown_rungs_are_refused(
+    climb: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line lists those that there are."""
+    assert climb("--only", "loop") == cli.USER_ERROR
+    assert "no rung is called 'loop'" in capsys.readouterr().err
+
+
+# What it is made of.
+
+
+def event(cat: str, name: str, **more: Any) -> dict[str, Any]:
+    """Make an event of a trace."""
+    return {"cat": cat, "name": name, "args": more}
+
+
+GRAPH = [event("kernel", "gemm", correlation=7), event("kernel", "norm", correlation=7)]
+COPIES = [
+    event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", bytes=100),
+    event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", bytes=20),
+    event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", bytes=3),
+    event("cuda_runtime", "cudaMemcpyAsync"),
+]
+
+
+@pytest.mark.parametrize(
+    ("calls", "launches"),
+    [
+        ([event("cuda_runtime", "cudaGraphLaunch")], 1),
+        ([event("cuda_runtime", "cudaLaunchKernelExC_v11060")] * 2, 2),
+        ([event("cuda_driver", "cuLaunchKernelEx")] * 3, 3),
+        ([], 1),
+    ],
+)
+def test_launches_are_counted_by_call(calls: list[Any], launches: int) -> None:
+    """A graph is one; copies and kernels are counted apart."""
+    found = counting.summarize([*calls, *GRAPH, *COPIES])
+    assert found == (launches, 2, 120)
+
+
+@pytest.mark.parametrize("graphs", ["off", "padded"])
+def test_reads_found_are_those_an_engine_reports(graphs: str) -> None:
+    """From outside, a step of the optimized engine reads as often as it says."""
+    engine = make_engine(model_config("hybrid"), "optimized", graphs=graphs, debug=())
+    serving.add(engine, Load(2, 20, 3), seed=0)
+    while engine.has_work:
+        with counting.counting(CPU) as counts:
+            record = engine.step()
+        # Besides, all log-probabilities are recorded, but not read.
+        assert counts.host_reads == record.host_reads == 1, counts.reads
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(math.inf, 64), (33.0, 32), (0.0, 4)])
+def test_workloads_grow_until_the_limit(
+    monkeypatch: pytest.MonkeyPatch, limit: float, kept: int
+) -> None:
+    """No run is begun that would take longer, if twice as much takes twice as long."""
+    load, seen = Load(1, 64, 16), list[int]()
+
+    def serve(engine: Any, load: Load, seed: int = 0) -> Served:
+        seen.append(load.prompt_tokens)
+        return Served(load, seconds={"prefill": float(load.prompt_tokens)})
+
+    monkeypatch.setattr(serving, "serve", serve)
+    assert serving.serve_within(None, load, limit).load.prompt_tokens == kept
+    assert seen[: seen.index(kept)] == sorted(set(seen) - {kept})
+    assert seen.count(64) == (serving.RUNS + 1 if kept == 64 else 0)
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "granite-350m"])
+def test_floors_count_every_weight_once(name: str) -> None:
+    """Matrices make up nearly all of a model; the embedding is no product."""
+    config = read_model_config({**SHAPES, "granite-350m": GRANITE_350M}[name])
+    counts = count(config)
+    weights = counts.dense + counts.num_moe * counts.num_experts * counts.expert
+    embeddings = 1 if config.tie_embeddings else 2
+    counted = weights + embeddings * counts.head
+    assert counted == pytest.approx(num_parameters(config), rel=2e-3)
+
+
+def test_floors_follow_the_machine() -> None:
+    """Half the rates take twice as long, and wider weights more than narrow ones."""
+    config, workload = read_model_config(GRANITE_350M), Load(8, 64, 8).draw(0, 1000)
+    slow = H200._replace(**{name: rate / 2 for name, rate in H200._asdict().items()})
+    counts, wide = count(config), count(config, torch.float32.itemsize)
+    assert floor_of(counts, workload, slow) == 2 * floor_of(counts, workload)
+    assert floor_of(wide, workload) > floor_of(counts, workload)
