@@ -2,8 +2,8 @@
 
 A row is a model, a kind of step, a way to run it, what the cache holds, the length of
 prefill slices, and whether a request is preempted. Of all rows that can be, CI runs a
-pairwise cover. Each is played by the reference, whose record is kept; and a row counts
-only if that record shows what the row is about.
+pairwise cover, and a GPU all of them. Each is played by the reference, whose record is
+kept; and a row counts only if that record shows what the row is about.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from functools import cache, lru_cache
 from itertools import combinations, product
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lockstep.config import (
     AttentionConfig,
     MambaConfig,
@@ -23,6 +26,7 @@ from lockstep.config import (
     MoeConfig,
     RotaryConfig,
 )
+from lockstep.memory import Caches
 from lockstep.plan import CacheReport, RowKind, RowPlan, SkipLimit
 from lockstep.request import SamplingParams
 from lockstep.trace import EngineState, StepRecord
@@ -145,43 +149,48 @@ def why_impossible(row: Row) -> str:
 
 
 @cache
-def all_rows() -> list[Row]:
+def all_rows(models: tuple[str, ...] = tuple(MODELS)) -> list[Row]:
     """List every row that can be; those that differ in graphs alone are neighbours."""
     assert list(AXES) == [entry.name for entry in fields(Row)]
-    rows = [Row(*values) for values in product(*AXES.values())]
+    values: Any = AXES | {"model": models}
+    rows = [Row(*each) for each in product(*values.values())]
     return [row for row in rows if not why_impossible(row)]
 
 
 @cache
-def pairwise() -> list[Row]:
-    """Choose few rows in which any two values meet that meet in any row at all.
+def cover(strength: int) -> list[Row]:
+    """Choose few rows in which so many values meet as meet in any row at all.
 
     Each is run in every way, since the reference's part is the same.
 
-    Greedy: the row next chosen has the most new pairs. What a row adds only falls while
-    others are chosen, so an old number that is beaten by none is looked at first.
+    Greedy: the row next chosen has the most new meetings. What a row adds only falls
+    while others are chosen, so an old number that is beaten by none is looked at first.
+
+    Args:
+        strength: 2 for all pairs of values, 3 for all triples.
     """
     rows = [row for row in all_rows() if row.graphs == GRAPHS[0]]
+    meetings = [_meetings(row, strength) for row in rows]
     met, chosen = set[Any](), list[int]()
-    queue = [(-len(_pairs(row)), index) for index, row in enumerate(rows)]
+    queue = [(-len(each), index) for index, each in enumerate(meetings)]
     heapq.heapify(queue)
     while queue:
         index = queue[0][1]
-        gain = len(_pairs(rows[index]) - met)
+        gain = len(meetings[index] - met)
         if not gain:
             heapq.heappop(queue)
         elif gain < -queue[0][0]:
             heapq.heapreplace(queue, (-gain, index))
         else:
-            met |= _pairs(rows[index])
+            met |= meetings[index]
             chosen.append(index)
     kept = [rows[index] for index in sorted(chosen)]
     return [replace(row, graphs=graphs) for row in kept for graphs in GRAPHS]
 
 
-def _pairs(row: Row) -> set[Any]:
+def _meetings(row: Row, strength: int) -> set[Any]:
     values = [(name, getattr(row, name)) for name in AXES]
-    return set(combinations(values, 2))
+    return set(combinations(values, strength))
 
 
 def shard(rows: Sequence[Row], which: str) -> list[Row]:
@@ -259,7 +268,10 @@ class Recorder:
     def step(self) -> StepRecord:
         """Take one step."""
         record = self.engine.step()
-        self.recording.operations.append(Taken(record, self.engine.export_state()))
+        # A step that fails is tried again, for ever if there is nobody to blame.
+        assert not record.interrupted and not record.failed, str(record.failed)
+        record, state, _ = to_host(record, self.engine.export_state())
+        self.recording.operations.append(Taken(record, state))
         for name, token in record.tokens.items():
             self.recording.tokens[name].append(token)
         return record
@@ -270,7 +282,46 @@ class Recorder:
             self.step()
 
 
+def to_host(
+    record: StepRecord, state: EngineState, *others: Tensor
+) -> tuple[StepRecord, EngineState, list[Tensor]]:
+    """Bring what a step gave and left behind to the CPU, all in one transfer."""
+    logprobs = record.logprobs
+    values = iter(fetch([*state.caches.tensors(), *logprobs.values(), *others]))
+    caches = Caches(next(values), next(values), next(values))
+    fetched = dict(zip(logprobs, values, strict=False))
+    return (
+        replace(record, logprobs=fetched),
+        replace(state, caches=caches),
+        list(values),
+    )
+
+
+def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors of one device to the CPU at once; those that are there stay."""
+    if all(tensor.device == CPU for tensor in tensors):
+        return list(tensors)
+    flat = [tensor.flatten().view(torch.uint8) for tensor in tensors]
+    parts = torch.cat(flat).cpu().split([len(each) for each in flat])
+    # Each in memory of its own, since a view must begin at a multiple of its items.
+    return [
+        part.clone().view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
 # What a row is played with.
+
+
+#: Sizes in which every row fits.
+LARGEST: dict[str, Any] = {
+    "max_requests": MAX_REQUESTS,
+    "max_tokens_per_step": ALL + 1,
+    "block_size": BLOCK,
+    "num_blocks": 32,
+    "snapshot_slots": 8,
+    "prefix_caching": True,
+}
 
 
 @lru_cache(maxsize=4)
@@ -282,22 +333,23 @@ def recorded(row: Row) -> Recording:
     """
     assert row.graphs == "off"
     device = CPU if row.config.dtype == "float32" else DEVICE
-    engine = make_engine(row.config, debug=(), device=device, **options(row))
-    return play(row, engine)
+    sizes = options(row)
+    with device:
+        engine = make_engine(row.config, debug=(), device=device, **sizes)
+        return play(row, engine)
 
 
 def options(row: Row) -> dict[str, Any]:
     """Return the sizes of a row's engines."""
-    return _options(row, _num_blocks(row) if row.preemption else 32)
+    enough = LARGEST["num_blocks"]
+    return _options(row, _num_blocks(row) if row.preemption else enough)
 
 
 def _options(row: Row, num_blocks: int) -> dict[str, Any]:
-    return {
-        "max_requests": MAX_REQUESTS,
+    return LARGEST | {
         "max_tokens_per_step": row.budget,
-        "block_size": BLOCK,
         "num_blocks": num_blocks,
-        "snapshot_slots": 1 if row.cache == "evicted" else 8,
+        "snapshot_slots": 1 if row.cache == "evicted" else LARGEST["snapshot_slots"],
         "prefix_caching": row.cache != "off",
     }
 
@@ -313,8 +365,9 @@ def _num_blocks(row: Row) -> int:
     pattern = "".join(kind for kind in "M*" if kind in row.config.layer_pattern)
     parts = {"model.Model": symbolic.SymbolicModel}
     config = symbolic.model_config(pattern)
-    engine = make_engine(config, components=parts, debug=(), **_options(row, 64))
-    records = play(row, engine).records
+    with CPU:
+        engine = make_engine(config, components=parts, debug=(), **_options(row, 64))
+        records = play(row, engine).records
     held: dict[str, set[int]] = {}
     most = 0
     for record in records:

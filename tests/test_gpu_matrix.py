@@ -1,0 +1,69 @@
+"""The script that runs the whole matrix in shards, tried on the CPU with a tiny one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import gpu_matrix
+
+REPORT = """<testsuites><testsuite name="pytest">
+<testcase name="test_row[a-off]" time="0.5"><properties>
+  <property name="steps of off" value="7"/>
+  <property name="tokens of float32" value="3"/>
+</properties></testcase>
+<testcase name="test_row[b-padded]" time="0.25"><properties>
+  <property name="steps of off" value="2"/>
+</properties><failure message="token 1,&#10;not 0">traceback</failure></testcase>
+<testcase name="test_row[c-padded]" time="0"><error message="no engine"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_report_is_summed_up(tmp_path: Path) -> None:
+    """Counts over all rows, and the names of those that failed with the reason."""
+    (tmp_path / "report.xml").write_text(REPORT)
+    found = gpu_matrix.read(tmp_path / "report.xml")
+    assert found["rows"] == {"run": 3, "passed": 1, "failed": 2, "skipped": 0}
+    assert found["steps"] == {"off": 9} and found["tokens"] == {"float32": 3}
+    assert found["failed"] == [
+        "test_row[b-padded]: token 1, not 0",
+        "test_row[c-padded]: no engine",
+    ]
+
+
+def test_shards_of_one_matrix_come_together() -> None:
+    """A newer result takes the place of its own older one and of no other."""
+    found: dict[str, Any] = {}
+    for shard, commit in (("1/2", "a"), ("triples", "b"), ("0/2", "b"), ("1/2", "c")):
+        found = gpu_matrix.merge(found, shard, {"commit": commit})
+    assert list(found["shards"]) == ["0/2", "1/2"]
+    assert found["shards"]["1/2"] == {"commit": "c"}
+    assert found["triples"] == {"commit": "b"}
+
+
+@pytest.mark.parametrize("shard", ["0/3", "2/2", "1", "-1/2", "all"])
+def test_what_is_no_shard_of_it_is_refused(shard: str) -> None:
+    """Another division of the matrix, or none at all."""
+    with pytest.raises(SystemExit, match="no part of the same matrix|neither i/n"):
+        gpu_matrix.check({"shards": {"0/2": {}}}, shard)
+
+
+def test_a_shard_is_run_and_merged(tmp_path: Path) -> None:
+    """Rows of both dtypes in every way that a CPU has; a refusal runs nothing."""
+    output = tmp_path / "matrix.json"
+    output.write_text(json.dumps({"shards": {"0/500": {"commit": "before"}}}))
+    options = ["--device", "cpu", "--jobs", "1", "--output", str(output)]
+    options += ["--commit", "now"]
+    assert gpu_matrix.main(["499/500", *options]) == 0
+    found = json.loads(output.read_text())["shards"]
+    assert found["0/500"] == {"commit": "before"}
+    mine = found["499/500"]
+    assert mine["commit"] == "now" and mine["is_complete"]
+    assert mine["rows"]["passed"] == mine["rows"]["run"] > 8
+    assert set(mine["steps"]) == {"off", "padded"}
+    assert set(mine["tokens"]) == set(mine["ties"]) == {"float32", "bfloat16"}
+    with pytest.raises(SystemExit, match="no part of the same matrix"):
+        gpu_matrix.main(["0/2", *options])
