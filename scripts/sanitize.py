@@ -133,9 +133,8 @@ def entry_kernels() -> dict[str, list[str]]:
 def find_tool() -> str:
     """Find compute-sanitizer on the path or in the toolkit's folder."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    places = os.pathsep.join(
-        (os.environ.get("PATH", ""), f"{home}/bin", "/usr/local/cuda/bin")
-    )
+    folders = [f"{home}/bin", f"{home}/compute-sanitizer", "/usr/local/cuda/bin"]
+    places = os.pathsep.join([os.environ.get("PATH", ""), *folders])
     tool = shutil.which("compute-sanitizer", path=places)
     if tool is None:
         raise SystemExit(

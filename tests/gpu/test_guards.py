@@ -49,12 +49,15 @@ def start(dtype: DTypeName = "float32", **options: Any) -> tuple[Any, Guards]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize("graphs", ["decode", "all"])
+@pytest.mark.parametrize(
+    ("graphs", "side_stream"), [("decode", False), ("all", False), ("all", True)]
+)
 def test_every_step_leaves_guards_whole(
-    graphs: str, kernels: str, dtype: DTypeName
+    graphs: str, side_stream: bool, kernels: str, dtype: DTypeName
 ) -> None:
     """Replays and eager steps of all kinds; states stored, restored, and forgotten."""
-    engine, guards = start(dtype, graphs=graphs, kernels=kernels)
+    options = {"graphs": graphs, "kernels": kernels, "side_stream": side_stream}
+    engine, guards = start(dtype, **options)
     for name in FIXED:
         assert any(made.startswith(name) for made in guards.names), name
     run = Run()
@@ -91,7 +94,7 @@ FAULTS_HERE = FAULTS | {
 
 
 @pytest.mark.parametrize("fault", FAULTS_HERE.values(), ids=list(FAULTS_HERE))
-def test_a_write_within_a_replay_is_seen(fault: Fault) -> None:
+def test_a_write_next_to_a_tensor_is_seen(fault: Fault) -> None:
     """Zones are whole once all is captured; the first replay breaks one."""
     engine, guards = start(
         graphs="all", kernels="triton", components={fault.key: fault.function}
