@@ -97,6 +97,35 @@ def draw_ladder(found: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
+def draw_claims(found: Mapping[str, Any], path: Path) -> None:
+    """Draw the parts side by side: milliseconds of every form at every size.
+
+    Raises:
+        ModuleNotFoundError: There is no matplotlib.
+    """
+    parts = {
+        name: [row for row in rows if "ms" in row]
+        for name, rows in found["parts"].items()
+    }
+    parts = {name: rows for name, rows in parts.items() if rows}
+    figure = new_figure(figsize=(6 * max(1, len(parts)), 5), layout="constrained")
+    figure.suptitle(f"{found['shape']} on {found['environment']['device']}")
+    for place, (name, rows) in enumerate(parts.items()):
+        axes = figure.add_subplot(1, len(parts), place + 1)
+        works = list(dict.fromkeys(row["work"] for row in rows))
+        for form in dict.fromkeys(row["form"] for row in rows):
+            mine = [row for row in rows if row["form"] == form]
+            places = [works.index(row["work"]) for row in mine]
+            axes.plot(places, [row["ms"] for row in mine], marker="o", label=form)
+        axes.set_xticks(range(len(works)), works)
+        axes.set_yscale("log")
+        axes.set_ylabel("ms")
+        axes.set_xlabel("tokens")
+        axes.set_title(name)
+        axes.legend(fontsize=8)
+    save(figure, path)
+
+
 def new_figure(**options: Any) -> Any:
     """Make an empty figure; options are those of matplotlib's."""
     return import_module("matplotlib.figure").Figure(**options)

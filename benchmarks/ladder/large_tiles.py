@@ -34,6 +34,21 @@ class Tile(NamedTuple):
     warps: int
 
 
+class Prepared(NamedTuple):
+    """What all layers of a step can share, or a layer has ready.
+
+    Attributes:
+        outputs: Where results go.
+        initial: Windows that rows start from, kept aside, since a row may start from a
+            slot that another program writes.
+        rows_of: Row of each token.
+    """
+
+    outputs: Tensor
+    initial: Tensor
+    rows_of: Tensor
+
+
 #: The four sizes that there were, then the two that replaced them.
 LARGE_TILES = Tile(128, 64, 4), Tile(128, 128, 4), Tile(256, 64, 4), Tile(256, 128, 8)
 LATER_TILES = Tile(8, 256, 4), Tile(128, 128, 4)
@@ -50,6 +65,16 @@ def conv_prefill(
     return convolve(inputs, weight, bias, conv_states, batch, LARGE_TILES[-1])
 
 
+def prepare(inputs: Tensor, conv_states: Tensor, batch: BatchMetadata) -> Prepared:
+    """Look up each token's row and keep initial windows aside."""
+    tokens = torch.arange(len(inputs), device=inputs.device)
+    return Prepared(
+        inputs.new_zeros(inputs.shape),
+        conv_states[batch.initial_slot_ids].mT.contiguous(),
+        torch.searchsorted(batch.cu_prefill_lens[1:], tokens, right=True),
+    )
+
+
 def convolve(
     inputs: Tensor,
     weight: Tensor,
@@ -57,6 +82,7 @@ def convolve(
     conv_states: Tensor,
     batch: BatchMetadata,
     tile: Tile,
+    prepared: Prepared | None = None,
 ) -> Tensor:
     """Convolve all tokens of all rows in tiles of one size, then store all windows.
 
@@ -67,13 +93,10 @@ def convolve(
         conv_states: One layer's windows.
         batch: Names rows, slots and snapshots.
         tile: The size.
+        prepared: What `prepare` made of the same arguments, if that is done already.
     """
+    outputs, initial, rows_of = prepared or prepare(inputs, conv_states, batch)
     channels, window = conv_states.shape[1:]
-    outputs = inputs.new_zeros(inputs.shape)
-    # Kept aside, since a row may start from a slot that another program writes.
-    initial = conv_states[batch.initial_slot_ids].mT.contiguous()
-    tokens = torch.arange(len(inputs), device=inputs.device)
-    rows_of = torch.searchsorted(batch.cu_prefill_lens[1:], tokens, right=True)
     shape = {"CHANNELS": channels, "WINDOW": window}
     _tile_kernel[
         (triton.cdiv(len(inputs), tile.tokens), triton.cdiv(channels, tile.channels))

@@ -1,0 +1,524 @@
+"""Older forms beside what replaced them, on a published shape.
+
+Each part takes up what was claimed for a change of Megatron-LM, whose hybrid engine had
+such forms, and measures here what it is about; what is not equal is not timed.
+
+* *staging*: a prefill's graph copies states at block boundaries through a buffer whose
+  rows are sized by the requests that may run, by padded prompts, or by a count on the
+  device; beside states stored in place.
+* *tiles*: the convolution of a prefill in tiles of several sizes.
+* *bookkeeping*: a step's tables, index arrays and copies in loops, or all at once.
+* *graphs*: a prefill that stores states, run eagerly or as a graph.
+
+On a CPU a tiny model goes through the same, but for what takes a GPU.
+
+    python -m benchmarks.claims --output benchmarks/results
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Annotated, Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import reports
+from benchmarks.counting import counting
+from benchmarks.reference_speed import environment
+from benchmarks.serving import Load, add, free, serve
+from benchmarks.shapes import SHAPES
+from lockstep import EngineConfig, RandomWeights
+from lockstep.assemble import build_engine, settle_options
+from lockstep.config import ModelConfig
+from lockstep.families import read_model_config
+from lockstep.memory import plan_memory, torch_dtype
+from lockstep.parameters import make_parameters
+from lockstep.plan import BatchShape
+from lockstep.verify.compare import BUDGETS, SHORT_FACTOR, UNIT_ROUNDOFF, row_errors
+
+console = Console()
+notes = Console(stderr=True, highlight=False, soft_wrap=True)
+
+#: What was claimed, and where.
+CLAIMS = {
+    "tiles": "Megatron-LM pull request 4764: tiles of 8 x 256 and 128 x 128 occupy a "
+    "GPU better than 128 x 64, 128 x 128, 256 x 64 and 256 x 128",
+    "staging": "Megatron-LM pull request 4764: rows by padded prompts instead of by "
+    "max_requests make a graphed prefill of a Nemotron nano model 30 % faster",
+    "bookkeeping": "Megatron-LM pull request 3922: a step of 8 prompts that store 2 "
+    "states each reads from the device about 3 times instead of about 24",
+    "graphs": "Megatron-LM pull request 3922: a prefill that stores states can be a "
+    "graph",
+}
+#: A tiny model of the same pattern, for machines without a GPU.
+TINY: dict[str, Any] = SHAPES["nano3"] | {
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "hidden_size": 16,
+    "hybrid_override_pattern": "MEM*",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 4,
+    "ssm_state_size": 4,
+    "chunk_size": 16,
+    "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 8,
+    "n_routed_experts": 8,
+    "torch_dtype": "float32",
+}
+#: Prompts at once.
+PROMPTS = (1, 8, 16)
+#: Requests that might run, where staging has rows for each.
+MAX_REQUESTS = 128
+#: Timed prefills of a form, after some that warm up, which are compared.
+TIMES, WARM_UPS = 10, 2
+_FORMS = "benchmarks.ladder"
+STAGING: dict[str, dict[str, Any]] = {
+    "in place": {},
+    "by max_requests": {"model.Model": f"{_FORMS}.staged_copies:ModelByRequests"},
+    "by padded prompts": {"model.Model": f"{_FORMS}.staged_copies:ModelByPrefills"},
+    "by a device count": {"model.Model": f"{_FORMS}.staged_copies:ModelByCount"},
+}
+_LOOPS: dict[str, Any] = {
+    "scheduler.Scheduler": "reference",
+    "prefix_cache.PrefixCache": "reference",
+    "kv_blocks.BlockPool": "reference",
+    "state_slots.StateSlots": "reference",
+    "metadata.MetadataBuilder": "reference",
+    "snapshots.copy_states": f"{_FORMS}.loop_copies:copy_states",
+    "model.Model": f"{_FORMS}.staged_copies:ModelWithLoop",
+}
+BOOKKEEPING: dict[str, dict[str, Any]] = {
+    "one copy": {},
+    "an array at a time": {
+        "metadata.MetadataBuilder": f"{_FORMS}.single_transfers:MetadataBuilder"
+    },
+    "loops": _LOOPS,
+    "loops, tables on the device": _LOOPS
+    | {
+        "kv_blocks.BlockPool": f"{_FORMS}.scalar_reads:BlockPool",
+        "state_slots.StateSlots": f"{_FORMS}.scalar_reads:StateSlots",
+    },
+}
+#: Tokens that are convolved, in rows of at most this many.
+TOKENS = (1, 8, 64, 512, 1024, 2048, 4096, 8192, 32768)
+ROW_TOKENS = 512
+#: Programs that an SM of this kind of GPU holds at most.
+MOST_PROGRAMS = 32
+
+
+class Seen(NamedTuple):
+    """What a prefill left behind, and how it was run.
+
+    Attributes:
+        tokens: Tokens drawn.
+        states: States stored, by layer and slot.
+        mode: As of `StepRecord`.
+    """
+
+    tokens: list[int]
+    states: Tensor
+    mode: str
+
+
+@dataclass
+class Bench:
+    """A model whose parameters all engines share, and where it runs."""
+
+    config: ModelConfig
+    device: torch.device
+    prompt_tokens: int
+    max_requests: int
+
+    def __post_init__(self) -> None:
+        """Draw the parameters."""
+        self.dtype = torch_dtype(self.config.dtype)
+        self.is_cuda = self.device.type == "cuda"
+        fill = RandomWeights(seed=0).fill
+        self.parameters = make_parameters(self.config, self.dtype, self.device, fill)
+
+    def build(
+        self,
+        prompts: Sequence[int],
+        graphs: str,
+        components: dict[str, Any] | None = None,
+        max_requests: int | None = None,
+    ) -> Any:
+        """Build an engine whose padded shapes are those of some prefills alone."""
+        most = max(prompts)
+        config = EngineConfig(
+            max_requests=max_requests or self.max_requests,
+            max_tokens_per_step=most * self.prompt_tokens,
+            max_length=self.prompt_tokens + 1,
+            num_blocks=8 * most * max(1, self.prompt_tokens // 128),
+            snapshot_slots=3 * most,
+            graphs=graphs,  # type: ignore[arg-type]
+        )
+        config = settle_options(config, "optimized", self.device)
+        sizes = plan_memory(self.config, config, self.device, self.dtype)
+        shapes = (BatchShape(n * self.prompt_tokens, n, 0) for n in prompts)
+        if sizes.graph_shapes:
+            sizes = replace(sizes, graph_shapes=tuple(sorted(shapes)))
+        given = self.config, config, sizes, self.parameters, self.device
+        return build_engine(*given, "optimized", components)
+
+    def load(self, prompts: int) -> Load:
+        """Return a workload that is one prefill."""
+        return Load(prompts, self.prompt_tokens, 1)
+
+    def see(self, engine: Any, prompts: int) -> Seen:
+        """Run a prefill, and copy what it left behind."""
+        add(engine, self.load(prompts), seed=0)
+        record = engine.step()
+        if record.failed:
+            raise RuntimeError(f"a request failed: {record.failed}")
+        slots = sorted(s.slot_id for row in record.rows for s in row.snapshots)
+        states = engine.caches.ssm[:, slots].clone()
+        return Seen([*record.tokens.values()], states, record.mode)
+
+    def difference(self, mine: Seen, theirs: Seen) -> str:
+        """Say how two prefills differ; states may by their class."""
+        if mine.tokens != theirs.tokens:
+            return f"tokens {mine.tokens} instead of {theirs.tokens}"
+        if mine.states.shape != theirs.states.shape:
+            return "other states are stored"
+        unit = UNIT_ROUNDOFF[self.dtype]
+        factor = SHORT_FACTOR if unit > UNIT_ROUNDOFF[torch.float32] else 1.0
+        bound = factor * BUDGETS["ssm states"] * unit
+        pairs = zip(mine.states, theirs.states, strict=True)
+        error = max(float(row_errors(*pair).max()) for pair in pairs)
+        return f"states are {error:.1e} off" if error > bound else ""
+
+    def time(self, engine: Any, prompts: int) -> float:
+        """Return the median milliseconds of a prefill from an empty cache."""
+        runs = [serve(engine, self.load(prompts), n) for n in range(TIMES + WARM_UPS)]
+        return 1e3 * median(run.total for run in runs[WARM_UPS:])
+
+
+Row = dict[str, Any]
+
+
+def compare(
+    bench: Bench,
+    prompts: Sequence[int],
+    forms: Mapping[str, Callable[[], Any]],
+    more: Callable[[Any, int], Row] | None = None,
+) -> Iterator[Row]:
+    """Time forms of an engine, of which the first is right.
+
+    Args:
+        bench: The model.
+        prompts: Prompts of each prefill.
+        forms: Build the engines, one after the other, by name.
+        more: What else is told of an engine and a prefill, if anything.
+    """
+    right: dict[int, Seen] = {}
+    base: dict[int, float] = {}
+    for name, build in forms.items():
+        engine = build()
+        for count in prompts:
+            row: Row = {"form": name, "work": f"{count} x {bench.prompt_tokens}"}
+            seen = bench.see(engine, count)
+            reason = bench.difference(seen, right.setdefault(count, seen))
+            bits = torch.equal(seen.states, right[count].states)
+            row |= {"mode": seen.mode, "bit_for_bit": bits}
+            row["stored_states"] = seen.states.shape[1]
+            if reason:
+                yield row | {"unequal": reason}
+                continue
+            time = bench.time(engine, count)
+            row |= {"ms": time, "ratio": time / base.setdefault(count, time)}
+            yield row | (more(engine, count) if more else {})
+        del engine
+        free(bench.device)
+
+
+def staging(bench: Bench) -> Iterator[Row]:
+    """Compare sizes of the staging buffer, by graphs where there are any."""
+    prompts, mode = _prompts(bench), "all" if bench.is_cuda else "padded"
+    forms = dict(STAGING)
+    if not _has_triton(bench):
+        del forms["by a device count"]
+        yield {"form": "by a device count", "skipped": "it needs Triton"}
+    builds = {n: partial(bench.build, prompts, mode, p) for n, p in forms.items()}
+    for row in compare(bench, prompts, builds):
+        rows_for = {
+            "in place": 0,
+            "by max_requests": bench.max_requests,
+        }.get(row["form"], int(row["work"].split()[0]))
+        yield row | {"staged_rows": 3 * rows_for, "max_requests": bench.max_requests}
+
+
+def graphs(bench: Bench) -> Iterator[Row]:
+    """Compare ways to run a prefill that stores states."""
+    prompts = _prompts(bench)
+    modes = ["all", "padded", "off"] if bench.is_cuda else ["padded", "off"]
+    if not bench.is_cuda:
+        yield {"form": "all", "skipped": "graphs need a GPU"}
+    most = max(prompts)
+    builds = {mode: partial(bench.build, prompts, mode, {}, most) for mode in modes}
+    yield from compare(bench, prompts, builds)
+
+
+def bookkeeping(bench: Bench) -> Iterator[Row]:
+    """Compare loops with what replaced them; steps are eager, as loops need it."""
+    prompts = [8 if bench.is_cuda else 2]
+
+    def count(engine: Any, prompts: int) -> Row:
+        add(engine, bench.load(prompts), seed=0)
+        with counting(bench.device) as counts:
+            engine.step()
+        counted = {"host_reads": counts.host_reads, "launches": counts.launches}
+        return counted | {"copied_bytes": counts.copied_bytes}
+
+    forms = BOOKKEEPING.items()
+    builds = {n: partial(bench.build, prompts, "off", p, *prompts) for n, p in forms}
+    yield from compare(bench, prompts, builds, count)
+
+
+# The convolution alone.
+
+
+def tiles(device: torch.device) -> Iterator[Row]:
+    """Time the convolution in tiles of each size, and say how they fill the GPU."""
+    if device.type != "cuda":
+        yield {"form": "all", "skipped": "kernels are timed and occupy on a GPU alone"}
+        return
+    from benchmarks.kernels import ROTATED, time_calls
+    from benchmarks.kernels_mamba import CHANNELS
+    from benchmarks.ladder import large_tiles
+    from lockstep.optimized.kernels import conv1d
+
+    def bind(tile: Any, count: int) -> Callable[[], Tensor]:
+        given = conv_inputs(count, CHANNELS, device)
+        if tile is None:
+            return partial(conv1d.conv_prefill, *given)
+        # Layers shared these, so they are no part of the time.
+        ready = large_tiles.prepare(given[0], *given[3:])
+        return partial(large_tiles.convolve, *given, tile=tile, prepared=ready)
+
+    sizes = (*large_tiles.LARGE_TILES, *large_tiles.LATER_TILES)
+    forms: dict[str, Any] = {"scan chunks": None}
+    forms |= {f"{t.tokens} x {t.channels}, {t.warps} warps": t for t in sizes}
+    for count in TOKENS:
+        expected, base, num_bytes = None, None, 4 * count * CHANNELS
+        for name, tile in forms.items():
+            row: Row = {"form": name, "work": f"{count}"}
+            copies = max(1, min(32, ROTATED // num_bytes))
+            calls = [bind(tile, count) for _ in range(copies)]
+            with (
+                spied(conv1d, "_prefill_kernel") as now,
+                spied(large_tiles, "_tile_kernel") as then,
+            ):
+                outputs = calls[0]()
+            expected = outputs.clone() if expected is None else expected
+            error = float(row_errors(outputs, expected).max())
+            row["bit_for_bit"] = torch.equal(outputs, expected)
+            if error > 2 * UNIT_ROUNDOFF[torch.bfloat16]:
+                yield row | {"unequal": f"outputs are {error:.1e} off"}
+                continue
+            seconds = time_calls(calls, num_bytes)
+            base = base or seconds
+            row |= {"ms": 1e3 * seconds, "ratio": seconds / base}
+            yield row | occupancy(*(now + then)[0], device)
+            del calls, outputs
+            free(device)
+
+
+def conv_inputs(count: int, channels: int, device: torch.device) -> tuple[Any, ...]:
+    """Draw inputs, filters, biases and windows, and lay out rows and chunks.
+
+    Rows begin a prompt; each stores one state, at its end.
+    """
+    starts = torch.arange(0, count, ROW_TOKENS)
+    ends = (starts + ROW_TOKENS).clamp(max=count)
+    chunks = torch.arange(0, count, 128)
+    rows = torch.arange(len(starts))
+
+    def put(values: Tensor) -> Tensor:
+        return values.to(device)
+
+    batch = SimpleNamespace(
+        cu_prefill_lens=put(torch.cat((starts, ends[-1:]))),
+        prefill_slot_ids=put(rows),
+        initial_slot_ids=put(torch.full_like(rows, 2 * len(rows))),
+        snapshot_rows=put(rows),
+        snapshot_ends=put(ends),
+        snapshot_slot_ids=put(rows + len(rows)),
+        cu_scan_chunks=put(torch.cat((chunks, ends[-1:]))),
+        scan_chunk_rows=put(chunks // ROW_TOKENS),
+    )
+    generator = torch.Generator(device).manual_seed(count)
+
+    def draw(*shape: int) -> Tensor:
+        made = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return made.normal_(generator=generator)
+
+    windows = draw(2 * len(rows) + 2, channels, 3)
+    return draw(count, channels), draw(channels, 4), draw(channels), windows, batch
+
+
+@contextmanager
+def spied(module: Any, name: str) -> Generator[list[tuple[int, Any]]]:
+    """List the launches of a kernel: programs of each, and what was compiled for it."""
+    launches: list[tuple[int, Any]] = []
+
+    class Spy:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            def launch(*args: Any, **kwargs: Any) -> Any:
+                compiled = kernel[grid](*args, **kwargs)
+                launches.append((prod(grid), compiled))
+                return compiled
+
+            return launch
+
+    kernel = getattr(module, name)
+    with patch.object(module, name, Spy()):
+        yield launches
+
+
+def occupancy(programs: int, compiled: Any, device: torch.device) -> Row:
+    """Say how many programs there are, and how many of them an SM can hold at once.
+
+    Registers are given out to warps by 256; each program takes 1,024 bytes of shared
+    memory besides its own.
+    """
+    gpu = torch.cuda.get_device_properties(device)
+    metadata, found = compiled.metadata, {"programs": programs}
+    registers = getattr(compiled, "n_regs", None)
+    if not registers:
+        return {**found, "occupancy": None, "why_none": "Triton names no registers"}
+    most_warps = gpu.max_threads_per_multi_processor // 32
+    per_warp = -(-registers * 32 // 256) * 256
+    held = min(
+        MOST_PROGRAMS,
+        most_warps // metadata.num_warps,
+        gpu.regs_per_multiprocessor // (per_warp * metadata.num_warps),
+        gpu.shared_memory_per_multiprocessor // (metadata.shared + 1024),
+    )
+    return {
+        **found,
+        "registers": registers,
+        "spills": compiled.n_spills,
+        "shared_bytes": metadata.shared,
+        "warps": metadata.num_warps,
+        "programs_an_sm_holds": held,
+        "occupancy": held * metadata.num_warps / most_warps,
+        "filled": min(1.0, programs / (held * gpu.multi_processor_count)),
+    }
+
+
+def _prompts(bench: Bench) -> Sequence[int]:
+    return PROMPTS if bench.is_cuda else (1, 2)
+
+
+def _has_triton(bench: Bench) -> bool:
+    """Tell whether kernels run: on a GPU, or interpreted."""
+    return bench.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print all parts in one table."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("part", "form", "work", "ms", "ratio", "more"):
+        is_number = name in ("work", "ms", "ratio")
+        table.add_column(name, justify="right" if is_number else "left")
+    known = ("form", "work", "ms", "ratio", "bit_for_bit")
+    for part, rows in found["parts"].items():
+        for row in rows:
+            more = [
+                f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in row.items()
+                if key not in known and value is not None
+            ]
+            numbers = (f"{row[key]:.4g}" if key in row else "" for key in known[2:4])
+            cells = part, row["form"], row.get("work", ""), *numbers, ", ".join(more)
+            table.add_row(*cells)
+    console.print(table)
+
+
+def main(
+    shape: Annotated[
+        str | None, typer.Option(help="nano3, dense4b or tiny; by the device")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
+    only: Annotated[list[str] | None, typer.Option(help=", ".join(CLAIMS))] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="the commit, where git cannot say")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="a folder for JSON and a plot")
+    ] = None,
+) -> None:
+    """Measure all parts, and write them to one file as each is done."""
+    where = torch.device(device)
+    is_cuda = where.type == "cuda"
+    shape = shape or ("nano3" if is_cuda else "tiny")
+    model = read_model_config({**SHAPES, "tiny": TINY}[shape])
+    found: dict[str, Any] = {
+        "environment": environment(where, commit) | {"triton": _version("triton")},
+        "shape": shape,
+        "dtype": model.dtype,
+        "notes": {
+            "ratio": "milliseconds beside those of the first form, which is today's",
+            "ms": "median of whole steps, or of the kernels of a convolution",
+        },
+        "claims": {name: CLAIMS[name] for name in only or CLAIMS},
+        "parts": {},
+    }
+    name = torch.cuda.get_device_name(where).split()[-1].lower() if is_cuda else "cpu"
+    bench: Bench | None = None
+    parts = {"staging": staging, "bookkeeping": bookkeeping, "graphs": graphs}
+    for part in found["claims"]:
+        if part == "tiles":
+            rows = tiles(where)
+        else:
+            if bench is None:
+                limits = (512, MAX_REQUESTS) if is_cuda else (32, 4)
+                bench = Bench(model, where, *limits)
+                notes.print(f"{shape}: parameters are drawn")
+            rows = parts[part](bench)
+        taken = found["parts"].setdefault(part, [])
+        try:
+            for row in rows:
+                taken.append(row)
+                notes.print(f"{part}: {row}", markup=False)
+        except Exception as error:
+            # What was measured before is not lost.
+            taken.append({"form": "", "failed": f"{type(error).__name__}: {error}"})
+        if output is not None:
+            path = output / f"claims_{name}.json"
+            reports.write(found, path, reports.draw_claims, notes)
+    show(found)
+    every = [row for rows in found["parts"].values() for row in rows]
+    if any("unequal" in row or "failed" in row for row in every):
+        raise typer.Exit(1)
+
+
+def _version(name: str) -> str | None:
+    """Return a package's version, if it is there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    typer.run(main)

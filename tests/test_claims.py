@@ -1,0 +1,194 @@
+"""Older forms beside what replaced them: the same work, measured by one command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import claims
+from benchmarks.ladder import large_tiles, staged_copies
+from lockstep.optimized.kernels import conv1d
+from tests.engines import CPU, greedy, make_engine
+from tests.factories import model_config
+from tests.tolerances import assert_equal
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time once, since nobody looks at the times."""
+    monkeypatch.setattr(claims, "TIMES", 1)
+    monkeypatch.setattr(claims, "WARM_UPS", 0)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return all that the command writes on a CPU, with the torch tier."""
+    folder = tmp_path_factory.mktemp("claims")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims, "TIMES", 1)
+        patch.setattr(claims, "WARM_UPS", 0)
+        claims.main(device="cpu", output=folder, commit="abc")
+    return json.loads((folder / "claims_cpu.json").read_text(encoding="utf-8"))
+
+
+def test_each_claim_is_measured_or_says_why_not(measured: dict[str, Any]) -> None:
+    """All forms that a CPU has store the same states; the rest is named."""
+    assert set(measured["parts"]) == set(measured["claims"]) == set(claims.CLAIMS)
+    assert measured["environment"]["commit"] == "abc"
+    for rows in measured["parts"].values():
+        assert rows
+        for row in rows:
+            if "skipped" in row:
+                assert row["skipped"]
+                continue
+            assert row["bit_for_bit"] is True
+            assert row["ms"] > 0 and row["ratio"] > 0
+            # Two a prompt: at its end, and at the block before.
+            assert row["stored_states"] == 2 * int(row["work"].split()[0])
+    skipped = [
+        (part, row["form"])
+        for part, rows in measured["parts"].items()
+        for row in rows
+        if "skipped" in row
+    ]
+    assert ("tiles", "all") in skipped and ("graphs", "all") in skipped
+
+
+def test_loops_read_more_than_what_replaced_them(measured: dict[str, Any]) -> None:
+    """One read for a step at once, some in loops, and dozens from device tables."""
+    rows = measured["parts"]["bookkeeping"]
+    reads = {row["form"]: row["host_reads"] for row in rows}
+    assert list(reads) == list(claims.BOOKKEEPING)
+    assert reads["one copy"] == reads["an array at a time"] == 1
+    assert 1 < reads["loops"] < reads["loops, tables on the device"]
+
+
+def test_staging_is_as_long_as_its_form_says(measured: dict[str, Any]) -> None:
+    """Three rows for each request, or for each padded prompt."""
+    rows = [row for row in measured["parts"]["staging"] if "ms" in row]
+    for row in rows:
+        prompts = int(row["work"].split()[0])
+        expected = {
+            "in place": 0,
+            "by max_requests": 3 * row["max_requests"],
+            "by padded prompts": 3 * prompts,
+            "by a device count": 3 * prompts,
+        }
+        assert row["staged_rows"] == expected[row["form"]]
+
+
+def test_what_is_wrong_is_not_timed(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A form that stores other states is named, and the status is 1."""
+
+    def stage(model: Any, ssm_states: Any, batch: Any) -> None:
+        model._staging.fill_(1)
+
+    monkeypatch.setattr(staged_copies.ModelByPrefills, "_stage", stage)
+    with pytest.raises(claims.typer.Exit):
+        claims.main(device="cpu", only=["staging"], output=tmp_path)
+    text = (tmp_path / "claims_cpu.json").read_text(encoding="utf-8")
+    wrong = [r for r in json.loads(text)["parts"]["staging"] if "unequal" in r]
+    assert {row["form"] for row in wrong} == {"by padded prompts"}
+    assert not any("ms" in row for row in wrong)
+
+
+STAGING = [
+    staged_copies.ModelByRequests,
+    staged_copies.ModelByPrefills,
+    staged_copies.ModelByCount,
+    staged_copies.ModelWithLoop,
+]
+
+
+@pytest.mark.parametrize("form", STAGING)
+def test_staged_copies_hold_what_is_stored(form: type) -> None:
+    """The buffer has every state, and what comes out of it is what went in."""
+    engine, expected = (
+        make_engine(
+            model_config("hybrid"), "optimized", components=parts, graphs="padded"
+        )
+        for parts in ({"model.Model": form}, {})
+    )
+    for each in (engine, expected):
+        for prompt in ([1] * 32, [2] * 20):
+            each.add(prompt, greedy(1))
+    record, other = engine.step(), expected.step()
+    assert record.tokens == other.tokens
+    slots = [s.slot_id for row in record.rows for s in row.snapshots]
+    assert len(slots) == 3
+    stored = expected.caches.ssm[:, slots]
+    assert_equal(engine.caches.ssm[:, slots], stored)
+    assert_equal(engine.model._staging[:, : len(slots)], stored)
+
+
+def test_only_counted_rows_are_copied() -> None:
+    """Programs beyond the count, which is on the device, do nothing."""
+    source, target = torch.arange(2.0 * 4 * 6).view(2, 4, 6), torch.zeros(2, 5, 6)
+    rows, places = torch.tensor([3, 0, 1]), torch.tensor([4, 2, 0])
+    staged_copies.copy_rows(source, target, rows, places, torch.tensor(2))
+    assert_equal(target[:, [4, 2]], source[:, [3, 0]])
+    assert not target[:, [0, 1, 3]].any()
+
+
+@pytest.mark.parametrize("count", [1, 130, 700])
+def test_inputs_of_the_convolution_are_those_of_a_step(count: int) -> None:
+    """Rows, chunks and tiles cover all tokens, whatever convolves them."""
+    given = claims.conv_inputs(count, 32, CPU)
+    tile = large_tiles.Tile(128, 32, 4)
+    expected = conv1d.conv_prefill(*given)
+    ready = large_tiles.prepare(given[0], *given[3:])
+    windows = given[3].clone()
+    actual = large_tiles.convolve(*given, tile=tile, prepared=ready)
+    assert bool((actual == expected).double().mean() > 0.9)
+    assert_equal(given[3], windows)
+
+
+@pytest.mark.parametrize(
+    ("registers", "held"), [(32, 16), (64, 8), (33, 12), (255, 2), (None, None)]
+)
+def test_occupancy_is_what_the_registers_leave(
+    monkeypatch: pytest.MonkeyPatch, registers: int | None, held: int | None
+) -> None:
+    """An SM of 64 warps and 65,536 registers holds so many programs of four warps."""
+    gpu = SimpleNamespace(
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_multiprocessor=233472,
+        multi_processor_count=10,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    metadata = SimpleNamespace(num_warps=4, shared=0)
+    compiled = SimpleNamespace(n_regs=registers, n_spills=0, metadata=metadata)
+    found = claims.occupancy(20, compiled, CPU)
+    assert found["programs"] == 20
+    assert found.get("programs_an_sm_holds") == held
+    if held:
+        assert found["occupancy"] == held * 4 / 64
+        assert found["filled"] == min(1.0, 20 / (10 * held))
+    else:
+        assert found["why_none"]
+
+
+def test_launches_are_seen_with_their_grids() -> None:
+    """A kernel that is spied on runs as ever."""
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **kwargs: ("compiled", args, kwargs)
+
+    def launches() -> Iterator[list[tuple[int, Any]]]:
+        module = SimpleNamespace(kernel=Kernel())
+        with claims.spied(module, "kernel") as seen:
+            assert module.kernel[(2, 3)](1, warps=4) == ("compiled", (1,), {"warps": 4})
+            yield seen
+
+    (seen,) = launches()
+    assert seen == [(6, ("compiled", (1,), {"warps": 4}))]
