@@ -93,7 +93,8 @@ class GraphRunner:
         """Capture a graph for every shape, the largest first, which sizes the pool.
 
         Each pass is run once before it is captured: libraries allocate, and kernels are
-        compiled, at a first call.
+        compiled, at a first call. Other threads may use the GPU meanwhile, unless they
+        wait for all of it.
 
         Raises:
             torch.OutOfMemoryError: The device is too full; nothing is captured.
@@ -108,7 +109,7 @@ class GraphRunner:
                 self._logits = torch.zeros_like(logits)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                 logits = self._forward(batch)
                 self._logits[: len(logits)].copy_(logits)
             self._graphs[extents] = graph
