@@ -9,23 +9,20 @@ plans must be the reference's; at padded shapes it is then given the recorded pl
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from itertools import combinations
 
 import pytest
 import torch
-from torch import Tensor
 
-from lockstep.plan import BatchShape, CacheReport, RowPlan
-from lockstep.request import SamplingParams
+from lockstep.plan import BatchShape
 from lockstep.trace import StepRecord
-from tests.engines import Run, greedy, lone
+from tests.engines import greedy
+from tests.factories import DEVICE
 from tests.following import (
     Ties,
     Twin,
-    compare_draws,
     follow,
     twin_of,
     warm_twin,
@@ -47,8 +44,7 @@ from tests.matrix import (
     seen_events,
     shard,
 )
-from tests.scenarios.common import text
-from tests.tolerances import assert_logprobs
+from tests.soaking import assert_passes_equal
 
 Note = Callable[[str, object], None]
 
@@ -122,57 +118,8 @@ def assert_run_as_asked(row: Row, records: list[StepRecord], twin: Twin) -> int:
 
 
 def test_every_pass_equals_the_first(record_property: Note) -> None:
-    """Fifty prompts, five times on one warm engine at padded shapes.
-
-    Whatever was skipped, each position computed and each token drawn is that of the
-    request alone, so no pass differs from the first; and from the second on, each finds
-    in the cache what the one before did.
-    """
-    config, ties = MODELS["moe"], Ties()
-    sizes = {"max_requests": 16, "num_blocks": 300, "snapshot_slots": 200}
-    twin = twin_of(config, "padded", tuple(sizes.items()))
-    passes = [soak(twin, ties) for _ in range(5)]
-    assert passes[0] != passes[1]
-    assert all(each == passes[1] for each in passes[1:])
-    assert all(report.num_skipped_tokens for report in passes[1].values())
-    ties.report(record_property, config.dtype)
-
-
-#: Prompts, many with a common beginning, and how each is served.
-SOAK = {
-    f"r{index}": (
-        [*text(16 * (index % 4), index % 3), *text(17 + index, index + 9)],
-        greedy(6, temperature=0.7 * (index % 2), seed=index),
-    )
-    for index in range(50)
-}
-
-
-def soak(twin: Twin, ties: Ties) -> dict[str, CacheReport]:
-    """Serve all prompts once, each held to itself alone; return what was skipped."""
-    config = twin.engine.model_config
-    alone = {name: lone(config, *request) for name, request in SOAK.items()}
-    tokens = {name: output.token_ids for name, (output, _) in alone.items()}
-
-    def truth(row: RowPlan) -> tuple[int, Tensor, SamplingParams]:
-        prompt, sampling = SOAK[row.request_id]
-        token = tokens[row.request_id][row.end - len(prompt)]
-        return token, alone[row.request_id][1][row.end - 1], sampling
-
-    for name, (prompt, sampling) in SOAK.items():
-        twin.engine.add(prompt, sampling, name)
-    run, came = Run(), Counter[str]()
-    while twin.engine.has_work:
-        forced = {n: tokens[n][came[n]] for n in SOAK if came[n] < len(tokens[n])}
-        record = run.note(twin.step(tokens=forced)[0])
-        came.update(list(record.tokens))
-        assert record.mode == "padded"
-        compare_draws(twin, record.plan, truth, ties)
-    for name, rows in run.logprobs.items():
-        for position, values in rows.items():
-            assert_logprobs("optimized", values, alone[name][1][position])
-    assert {name: each.token_ids for name, each in run.outputs.items()} == tokens
-    return {name: each.cache for name, each in run.outputs.items()}
+    """Fifty prompts, five times on one warm engine at padded shapes."""
+    assert_passes_equal(MODELS["moe"], "padded", DEVICE, record_property)
 
 
 # That the tests above can fail.
