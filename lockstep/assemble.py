@@ -14,6 +14,7 @@ import torch
 from lockstep.config import EngineConfig, ModelConfig, Sizes
 from lockstep.errors import ConfigError
 from lockstep.interfaces import Components, component_keys
+from lockstep.memory import torch_dtype
 from lockstep.parameters import Parameters
 
 BACKENDS = ("reference", "optimized")
@@ -43,6 +44,14 @@ KERNELS: dict[str, dict[str, str]] = {
         "sampler.log_probabilities": "kernels.sampler:log_probabilities",
     },
 }
+KERNELS["mamba-ssm"] = KERNELS["triton"] | {
+    "conv1d.conv_decode": "packages:conv_decode",
+    "conv1d.conv_prefill": "packages:conv_prefill",
+    "scan.scan_decode": "packages:scan_decode",
+    "scan.scan_prefill": "packages:scan_prefill",
+}
+#: Calls kernels of other packages.
+PACKAGES = "lockstep.optimized.packages"
 #: Where a choice of `EngineConfig` puts another model.
 SIDE_STREAM = {"model.Model": "streams:Model"}
 #: Components that decide and count; all others compute, and graphs must hold them.
@@ -73,7 +82,8 @@ def settle_options(
         return engine_config
     is_gpu = device.type == "cuda"
     kernels = _settle_kernels(engine_config.kernels or "auto", is_gpu)
-    graphs = engine_config.graphs or ("all" if is_gpu else "off")
+    most = "decode" if kernels == "mamba-ssm" else "all"
+    graphs = engine_config.graphs or (most if is_gpu else "off")
     if graphs in ("decode", "all") and not is_gpu:
         raise ConfigError(
             f'graphs={graphs!r} captures CUDA graphs, which needs a GPU; "padded" runs '
@@ -147,6 +157,12 @@ def build_engine(
     )
     if sizes.graph_shapes:
         _check_padding(parts, str(engine_config.graphs))
+    if model_config.num_mamba_layers and _keys_within(PACKAGES, parts):
+        dtype, kv_dtype = parameters.embedding.dtype, engine_config.kv_dtype
+        windows = dtype if kv_dtype == "auto" else torch_dtype(kv_dtype)
+        states = torch_dtype(engine_config.ssm_state_dtype)
+        check = import_module(PACKAGES).check
+        check(model_config.mamba, sizes, dtype, windows, states)
     return engine(model_config, engine_config, sizes, parameters, parts, device)
 
 
@@ -157,21 +173,20 @@ def _settle_kernels(kernels: str, is_gpu: bool) -> str:
         return "triton" if is_gpu and has_kernels else "torch"
     if kernels == "triton" and not has_kernels:
         raise ConfigError('there are no Triton kernels yet; use kernels="torch"')
-    if kernels == "triton" and not is_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+    if kernels != "torch" and not is_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
-            'kernels="triton" needs a GPU; on a CPU Triton can only interpret its '
+            f"kernels={kernels!r} needs a GPU; on a CPU Triton can only interpret its "
             "kernels, very slowly: set TRITON_INTERPRET=1 for that"
         )
     return kernels
 
 
 def _check_padding(parts: Components, graphs: str) -> None:
-    """Refuse loops where steps are padded: a loop must know its length."""
+    """Refuse what cannot run where steps are padded: a loop must know its length."""
     loops = [
         key
-        for key in component_keys()
+        for key in _keys_within("lockstep.reference", parts)
         if key.split(".")[0] not in BOOKKEEPING
-        and _module_of(getattr(parts, key.split(".")[1])) == "lockstep.reference"
     ]
     if loops:
         raise ConfigError(
@@ -179,11 +194,22 @@ def _check_padding(parts: Components, graphs: str) -> None:
             "loop reads its length from the device, and knows no padding; use "
             'graphs="off"'
         )
+    rows = [key for key in _keys_within(PACKAGES, parts) if "prefill" in key]
+    if rows and graphs != "decode":
+        raise ConfigError(
+            f"graphs={graphs!r} cannot hold {', '.join(rows)} of other packages: they "
+            "take one row at a time, and the host reads where it ends; use "
+            'graphs="decode" or "off"'
+        )
 
 
-def _module_of(component: Any) -> str:
-    """Name the package in which a component is defined."""
-    return str(getattr(component, "__module__", "")).rpartition(".")[0]
+def _keys_within(place: str, parts: Components) -> list[str]:
+    """List the components that are defined in a module or package."""
+    homes = {
+        key: str(getattr(getattr(parts, key.split(".")[1]), "__module__", ""))
+        for key in component_keys()
+    }
+    return [key for key, home in homes.items() if f"{home}.".startswith(f"{place}.")]
 
 
 def _resolve(key: str, choice: Any) -> Any:

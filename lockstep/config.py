@@ -26,7 +26,7 @@ Scoring = Literal["sigmoid", "softmax"]
 Eviction = Literal["lru", "ref_zero"]
 DebugCheck = Literal["integrity", "poison", "checksums"]
 GraphMode = Literal["off", "padded", "decode", "all"]
-KernelSet = Literal["auto", "torch", "triton"]
+KernelSet = Literal["auto", "torch", "triton", "mamba-ssm"]
 
 #: Whole numbers that may be zero, and the least values of all that do not begin at one.
 ZERO_IDS = ("bos_token_id", "eos_token_ids", "seed")
@@ -362,7 +362,9 @@ class EngineConfig:
         graphs: Which steps the optimized backend runs at padded shapes from fixed
             buffers: none (``off``), all but eagerly (``padded``), as CUDA graphs those
             that only decode (``decode``) or ``all``; the last on a GPU unless set.
-        kernels: Kernel set of the optimized backend: ``torch``, ``triton``, or
+        kernels: Kernel set of the optimized backend: ``torch``, ``triton``,
+            ``mamba-ssm``, which is Triton with the Mamba layers of the packages
+            ``mamba_ssm`` and ``causal_conv1d`` and graphs of decode steps alone, or
             ``auto``, which is Triton on a GPU.
         side_stream: Whether the optimized backend computes shared experts beside the
             routed ones, on a stream of their own.

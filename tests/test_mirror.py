@@ -22,6 +22,7 @@ ONLY: dict[str, dict[str, str]] = {
     "optimized": {
         "buffers.py": "the reference side sends each array by itself",
         "graphs.py": "padded shapes and replay have no eager twin",
+        "packages.py": "launchers of kernels that other packages have",
         "streams.py": "a loop does one thing after the other",
     },
 }
@@ -148,11 +149,14 @@ def signature(root: Path, place: str) -> list[str]:
     return [entry for entry in found if entry.startswith(f"{symbol}(")]
 
 
-@pytest.mark.parametrize("key", sorted(KERNELS["triton"]))
-def test_launchers_have_the_signatures_of_their_twins(key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "place"),
+    sorted({pair for places in KERNELS.values() for pair in places.items()}),
+)
+def test_launchers_have_the_signatures_of_their_twins(key: str, place: str) -> None:
     """A kernel takes the place of a component, so it is called in the same way."""
     assert key in component_keys()
-    launcher = signature(ROOT, KERNELS["triton"][key])
+    launcher = signature(ROOT, place)
     assert len(launcher) == 1
     assert launcher == signature(ROOT, key.replace(".", ":"))
 

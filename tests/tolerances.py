@@ -54,6 +54,15 @@ BUDGETS = {
     # Kernels at real sizes.
     "kernel_scan": 10.0,  # 4.6, in 256 lanes of float32
     "kernel_scan_state": 8.0,  # 3.7
+    # Those of `mamba_ssm` in float32, interpreted. In chunks of 256 tokens they take
+    # differences of sums that grow all the way, and the logarithm of a softplus, of
+    # which one is most, in no more digits than one has.
+    "package_scan": 80.0,  # 38
+    "package_scan_state": 180.0,  # 85
+    "package_step": 8.0,  # 3.9
+    # Its exponentials and quotients are approximate.
+    "package_conv": 12.0,
+    "package_step_state": 10.0,  # 4.7
     # Both sides of the comparison are float32, one of them chunked.
     "scan_chunked": 7.0,  # 3.4
 }
@@ -77,6 +86,10 @@ ENGINE_LOGPROBS = 1450.0
 #: The same, in roundoffs of the model's own dtype, where that is not float32: most
 #: differences of sums are rounded away, and one that is not moves a whole digit.
 SHORT_LOGPROBS = {torch.bfloat16: 33.0}  # 16.4, with 10,000 tokens to choose from
+#: The same for kernels of `mamba_ssm` in bfloat16, which round what they multiply; in
+#: the torch tier with operands rounded so, a rounding in one layer moves all layers
+#: behind it (measured there: 91).
+PACKAGE_LOGPROBS = 200.0
 #: Largest relative error of what two engines keep of one token, or of one state, over a
 #: whole run; in roundoffs of the model's dtype (measured: 131, 90 and 27 in float32;
 #: 1.5, 0 and 0.0001 in bfloat16, where a state is kept in float32 all the same).
@@ -167,6 +180,19 @@ def assert_logprobs(
     assert float(error) <= bound, (
         f"log-probabilities differ by {float(error):.3g}; {bound:.3g} is allowed"
     )
+
+
+def assert_package_logprobs(actual: Tensor, expected: Tensor) -> None:
+    """Hold log-probabilities of kernels of `mamba_ssm` in bfloat16 to the reference's.
+
+    Args:
+        actual: Log-probabilities.
+        expected: The reference's.
+    """
+    assert actual.shape == expected.shape, f"{actual.shape} is not {expected.shape}"
+    error = float((actual - expected).masked_fill(actual == expected, 0).abs().max())
+    bound = PACKAGE_LOGPROBS * UNIT_ROUNDOFF[torch.bfloat16]
+    assert error <= bound, f"log-probabilities differ by {error:.3g}, not {bound:.3g}"
 
 
 def logprobs_bound(*carried: torch.dtype) -> float:
