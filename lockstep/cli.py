@@ -106,6 +106,13 @@ Named = Annotated[
         "--option", metavar="NAME=VALUE", help="Any option of EngineConfig; repeatable."
     ),
 ]
+Against = Annotated[
+    str | None,
+    typer.Option(metavar="transformers", help="Hold both backends to it instead."),
+]
+Certificates = Annotated[
+    Path | None, typer.Option(help="Folder for its certificate; printed unless given.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes on stderr.")]
 OtherModel = Annotated[
@@ -393,12 +400,25 @@ def verify(
         str | None, typer.Option(metavar="ID", help="Judge a known fault instead.")
     ] = None,
     option: Named = None,
+    against: Against = None,
+    dtype: Width = "float32",
+    output: Certificates = None,
+    commit: Annotated[str, typer.Option(help="Commit that it names.")] = "",
 ) -> None:
     """Hold a backend to the reference, step by step.
 
     Exit status 1 means that they differ; the first difference is named. A known fault,
-    which only a checkout has, is put into a copy.
+    which only a checkout has, is put into a copy. With --against transformers, every
+    way to compute a checkpoint is held to that library's own model code.
     """
+    if against is not None:
+        if against != "transformers" or free_running or truth or mutant or option:
+            raise ConfigError(
+                "--against takes transformers, and besides it MODEL, --device, "
+                "--component, --dtype, --output and --commit alone"
+            )
+        parts = read_options(component)
+        raise typer.Exit(certify(model, parts, device, dtype, output, commit))
     if mutant is not None:
         raise typer.Exit(judge_mutant(mutant))
     from lockstep.llm import find_device
@@ -447,6 +467,28 @@ def ladder(
 
 
 # What the commands lean on.
+
+
+def certify(
+    model: str,
+    parts: Mapping[str, Any],
+    device: str,
+    dtype: str,
+    output: Path | None,
+    commit: str,
+) -> int:
+    """Hold a checkpoint to transformers; write what came of it, or print it.
+
+    Returns:
+        The exit status.
+    """
+    from lockstep.verify import certify, library
+
+    library.hush()
+    options: Any = {"device": device, "dtype": dtype, "commit": commit}
+    made = certify(model, parts, verbose=True, **options)
+    print(made.page if output is None else f"{made}\n{made.write(output)}")
+    return 0 if made.passed else ENGINE_ERROR
 
 
 def judge_mutant(name: str) -> int:

@@ -10,8 +10,12 @@ the subject whose replacement by the oracle's makes the step equal.
     from lockstep.verify import verify
 
     print(verify("reference", {"scan.scan_decode": my_scan_decode}))
+
+`certify` holds both backends to a third engine, the model code of ``transformers``.
 """
 
+from .certificate import Certificate as Certificate
+from .certificate import certify as certify
 from .report import Difference as Difference
 from .report import Verdict as Verdict
 from .report import show as show

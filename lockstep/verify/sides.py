@@ -83,16 +83,19 @@ class Side:
 
 
 def make_setup(
-    model: str | ModelConfig, options: Mapping[str, Any], device: torch.device
+    model: str | ModelConfig,
+    options: Mapping[str, Any],
+    device: torch.device,
+    dtype_name: str = "auto",
 ) -> Setup:
-    """Read or draw a model, and settle all sizes."""
+    """Read or draw a model, and settle all sizes; a config has its own dtype."""
     from lockstep.families import read_config_files, read_model_config
     from lockstep.llm import find_dtype, find_folder
 
     if isinstance(model, str):
         folder = find_folder(model)
         config = read_model_config(read_config_files(folder))
-        dtype = find_dtype("auto", config, device)
+        dtype = find_dtype(dtype_name, config, device)
         fill = Checkpoint(folder, config, device).fill
     else:
         config, dtype, fill = model, torch_dtype(model.dtype), WITNESS.fill
