@@ -39,7 +39,7 @@ from torch import Tensor
 from benchmarks import reports
 from benchmarks.counting import counting
 from benchmarks.reference_speed import environment
-from benchmarks.serving import Load, add, free, serve
+from benchmarks.serving import Load, add, choose_clock, free, serve
 from benchmarks.shapes import SHAPES
 from lockstep import EngineConfig, RandomWeights
 from lockstep.assemble import build_engine, settle_options
@@ -476,6 +476,7 @@ def main(
         "environment": environment(where, commit) | {"triton": _version("triton")},
         "shape": shape,
         "dtype": model.dtype,
+        "clock": choose_clock(where)[0],
         "notes": {
             "ratio": "milliseconds beside those of the first form, which is today's",
             "ms": "median of whole steps, or of the kernels of a convolution",

@@ -87,6 +87,8 @@ def draw_ladder(found: Mapping[str, Any], path: Path) -> None:
         bars = axes.barh(places, speeds, 0.38, color=colour, label=kind)
         axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, size=7)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_minor_formatter("")
     axes.set_yticks(range(len(rows)), [_name(row) for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
@@ -113,15 +115,21 @@ def draw_claims(found: Mapping[str, Any], path: Path) -> None:
     for place, (name, rows) in enumerate(parts.items()):
         axes = figure.add_subplot(1, len(parts), place + 1)
         works = list(dict.fromkeys(row["work"] for row in rows))
-        for form in dict.fromkeys(row["form"] for row in rows):
-            mine = [row for row in rows if row["form"] == form]
-            places = [works.index(row["work"]) for row in mine]
-            axes.plot(places, [row["ms"] for row in mine], marker="o", label=form)
-        axes.set_xticks(range(len(works)), works)
-        axes.set_yscale("log")
+        forms = list(dict.fromkeys(row["form"] for row in rows))
+        for turn, form in enumerate(forms):
+            mine = {row["work"]: row["ms"] for row in rows if row["form"] == form}
+            places = [works.index(work) for work in mine]
+            if len(works) > len(forms):
+                axes.loglog(list(map(int, mine)), [*mine.values()], "o-", label=form)
+                continue
+            shifted = [place + (turn + 0.5) / (len(forms) + 1) for place in places]
+            bars = axes.bar(shifted, [*mine.values()], 1 / (len(forms) + 1), label=form)
+            axes.bar_label(bars, fmt="%.3g", padding=2, size=7)
+            axes.set_xticks([place + 0.45 for place in range(len(works))], works)
         axes.set_ylabel("ms")
         axes.set_xlabel("tokens")
         axes.set_title(name)
+        axes.margins(y=0.3)
         axes.legend(fontsize=8)
     save(figure, path)
 

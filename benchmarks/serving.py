@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -88,6 +89,17 @@ def add(engine: Any, load: Load, seed: int) -> None:
         engine.add(prompt, greedy(load.new_tokens))
 
 
+def choose_clock(device: torch.device) -> tuple[str, Callable[[], float]]:
+    """Return a clock and its name.
+
+    What one thread computes on a CPU is told best by the time that the processor gave
+    it, whatever else it ran; all else by the clock on the wall.
+    """
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return "process time", time.process_time
+    return "wall time", time.perf_counter
+
+
 def serve(engine: Any, load: Load, seed: int = 0) -> Served:
     """Serve a workload from an empty cache, and time every step.
 
@@ -98,10 +110,11 @@ def serve(engine: Any, load: Load, seed: int = 0) -> Served:
     """
     add(engine, load, seed)
     served = Served(load)
+    _, clock = choose_clock(engine.model.device)
     while engine.has_work:
-        begin = time.perf_counter()
+        begin = clock()
         record = engine.step()
-        seconds = time.perf_counter() - begin
+        seconds = clock() - begin
         if record.failed:
             raise RuntimeError(f"a request failed: {record.failed}")
         kind = kind_of(record)

@@ -24,7 +24,15 @@ from rich.progress import Progress
 from benchmarks import reports
 from benchmarks.reference_speed import environment
 from benchmarks.rooflines import H200, count, measure_rates
-from benchmarks.serving import Load, count_steps, free, greedy, rate, serve_within
+from benchmarks.serving import (
+    Load,
+    choose_clock,
+    count_steps,
+    free,
+    greedy,
+    rate,
+    serve_within,
+)
 from benchmarks.shapes import GRANITE_350M
 from benchmarks.workloads import tokens
 from lockstep import rungs
@@ -225,6 +233,7 @@ class Ladder:
             "dtype": str(self.dtype).removeprefix("torch."),
             "workload": asdict(self.load),
             "most_seconds_of_a_run": self.seconds,
+            "clock": choose_clock(self.device)[0],
             "equality": {
                 "dtype": "float32",
                 "prompt_tokens": [len(prompt) for prompt in self._few_prompts],

@@ -231,6 +231,18 @@ def test_workloads_grow_until_the_limit(
     assert seen.count(64) == (serving.RUNS + 1 if kept == 64 else 0)
 
 
+@pytest.mark.parametrize(
+    ("device", "threads", "clock"),
+    [("cpu", 1, "process time"), ("cpu", 2, "wall time"), ("cuda", 1, "wall time")],
+)
+def test_others_on_the_machine_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, device: str, threads: int, clock: str
+) -> None:
+    """Where one thread does all the work, its own time is taken."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert serving.choose_clock(torch.device(device))[0] == clock
+
+
 @pytest.mark.parametrize("name", [*SHAPES, "granite-350m"])
 def test_floors_count_every_weight_once(name: str) -> None:
     """Matrices make up nearly all of a model; the embedding is no product."""
