@@ -108,6 +108,22 @@ _LARGEST = [
     for count in (24, 25)
 ]
 
+#: Four that begin together and outgrow the pool of `_FEWER`: some are sent back.
+_GROWING = [
+    Arrival([*BLOCKS[index], index], replace(_LONG, max_tokens=40))
+    for index in range(4)
+]
+
+#: One is forgotten and comes again. While it decodes, what it will generate comes as a
+#: prompt, in slices: a block of that is given up for the one just generated.
+_OVERTAKEN = [
+    Arrival([1] * 5, replace(_LONG, max_tokens=30)),
+    Arrival([*range(9)] * 15, replace(_LONG, max_tokens=2), 35),
+    Arrival([1] * 5, replace(_LONG, max_tokens=30), 60),
+    Arrival([2] * 20, replace(_LONG, max_tokens=2), 87, after=0),
+]
+_SLOW = {"max_tokens_per_step": 9}
+
 
 class Scene(NamedTuple):
     """A workload, and the model that runs it."""
@@ -171,6 +187,7 @@ def scenes() -> dict[str, Scene]:
     faults = [*draw_arrivals(20, seed=2), *_LARGEST]
     tight = {**_FEWER, "eviction": "ref_zero"}
     variants = draw_arrivals(16, seed=3, stems=2)
+    growing = [*_GROWING, *_TWINS]
     stateless = [*_TWINS, _REPORTED, *draw_arrivals(8, seed=4, stems=1)]
     return {
         "crowd": Scene(Workload(draw_arrivals(24, seed=1), {}, _REFUSING)),
@@ -178,6 +195,8 @@ def scenes() -> dict[str, Scene]:
         "family": Scene(Workload(family, wide)),
         "faults": Scene(Workload(faults, tight, _FAULTY)),
         "variants": Scene(Workload(variants, {**_FEWER, **_LEAN}, _ABORTED), "turned"),
+        "growing": Scene(Workload(growing, _FEWER)),
+        "overtaken": Scene(Workload(_OVERTAKEN, {"num_blocks": 9, **_SLOW})),
         "no states": Scene(Workload(stateless, _LEAN), "attention"),
     }
 

@@ -211,7 +211,7 @@ FAULTS: dict[str, tuple[str, Any, Difference]] = {
     "another token's experts": (
         "moe.route",
         wrong_experts,
-        Difference("moe.route", "expert_ids", "", 3, "r0", 2, 1),
+        Difference("moe.route", "expert_ids", "", 3, "r0", 3, 1),
     ),
     "rows that start from their own slot": (
         "metadata.MetadataBuilder",
@@ -236,6 +236,8 @@ HAPPENS = {
     "faults": ["preempted", "failed", "interrupted"],
     "variants": ["deferred", "aborted", "evicted blocks"],
     "no states": ["restores"],
+    "growing": ("preempted", "restores", "evicted states"),
+    "overtaken": ("decode and prefill steps", "evicted blocks"),
 }
 
 

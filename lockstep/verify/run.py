@@ -94,23 +94,29 @@ class Listened:
         Args:
             given: What comes before it.
             start: Where to begin; where the engine stands unless set.
-            lead: The oracle's record, whose plan and tokens are followed.
+            lead: The oracle's record, whose tokens are followed; its plan too, unless
+                the engine goes on from where it stands.
         """
         engine, record, error = self.engine, None, ""
+        goes_on = lead is not None and start is None
         if start is not None:
             start.give(engine)
         step, arrivals = given
         added = [_add(engine, *each) for each in arrivals]
         answers = [added, self.workload.before and self.workload.before(engine, step)]
-        ready, own_plan = replace(engine.export_state(), caches=None), _plan_of(engine)
+        ready = replace(engine.export_state(), caches=None)
+        own_plan = "" if goes_on else _plan_of(engine)
         self.recorder.tape = tape = Tape()
-        led = {} if lead is None else {"plan": lead.plan, "tokens": lead.tokens}
+        plan = None if lead is None or goes_on else lead.plan
         try:
-            record = engine.step(**led)
+            record = engine.step(plan, {} if lead is None else lead.tokens)
         except Exception as caught:
             if lead is None:
                 raise
             error = f"{type(caught).__name__}: {caught}"
+        if goes_on:
+            # To ask before would be to undo it, and with it whatever is kept.
+            own_plan = error if record is None else record.plan
         return Outcome(answers, ready, own_plan, record, error, tape, Start.of(engine))
 
 
@@ -142,7 +148,8 @@ class Run:
             start = Start.of(self.first.engine)
             begin = Start.of(self.second.engine) if self.free_running else start
             expected = self.first.run(given)
-            actual = self.second.run(given, begin, expected.record)
+            asked = None if self.free_running else start
+            actual = self.second.run(given, asked, self._lead(expected))
             verdict.events.update(events_of(expected.record, actual.record))
             if self.truth is not None:
                 exact = self.truth.run(given, start, expected.record)
@@ -152,6 +159,11 @@ class Run:
                 blame = self._bisect(given, begin, expected)
                 verdict.difference = replace(found, step=verdict.steps, blame=blame)
                 return
+
+    def _lead(self, expected: Outcome) -> StepRecord:
+        """Say what the subject is to follow: by the bit, it draws its own tokens."""
+        assert expected.record is not None
+        return replace(expected.record, tokens={}) if self.bitwise else expected.record
 
     def _arrivals(self, step: int) -> Iterator[tuple[str, list[int], SamplingParams]]:
         """Make requests of what is due, for this model's vocabulary."""
@@ -189,9 +201,12 @@ class Run:
 
         def is_equal(side: Side, parts: Parts) -> bool:
             built = Listened(self.setup, side, self.workload, parts)
-            actual = built.run(given, start, expected.record)
+            actual = built.run(given, start, self._lead(expected))
             return self._judge(parts, expected, actual, Verdict()) is None
 
+        if self.free_running and is_equal(self.subject, wrong):
+            # It is of what the engine kept beside its state, which is lost here.
+            return ""
         tries = {
             key: (self.subject, {**wrong, key: right[key]})
             for key in wrong

@@ -14,7 +14,7 @@ from lockstep.assemble import build_components, build_engine, settle_options
 from lockstep.config import EngineConfig, ModelConfig, Sizes, engine_options
 from lockstep.interfaces import Components, component_key
 from lockstep.memory import plan_memory, torch_dtype
-from lockstep.parameters import Parameters, make_parameters
+from lockstep.parameters import MoeParameters, Parameters, make_parameters
 from lockstep.weights import WITNESS, Checkpoint
 
 #: Options of every engine unless a workload says otherwise: pools small enough to be
@@ -103,10 +103,23 @@ def make_setup(
     sizes = plan_memory(config, engine_config, device, dtype)
     parameters = make_parameters(config, dtype, device, fill)
     if isinstance(model, ModelConfig):
-        # Tokens have equal logits in pairs, so that the lowest id has to be taken.
-        half = len(parameters.head) // 2
-        parameters.head[half : 2 * half] = parameters.head[:half]
+        _make_ties(parameters)
     return Setup(config, engine_config, sizes, parameters, device)
+
+
+def _make_ties(parameters: Parameters) -> None:
+    """Give tokens equal logits in pairs, and the last experts equal scores.
+
+    So the lowest id has to be taken. Products with zeros are equal however they are
+    added up; a token's tie that rounding decides is noted as one.
+    """
+    half = len(parameters.head) // 2
+    parameters.head[half : 2 * half] = parameters.head[:half]
+    for layer in parameters.layers:
+        if isinstance(layer, MoeParameters):
+            layer.router[-2:] = 0
+            if layer.correction is not None:
+                layer.correction[-2:] = layer.correction[-1].clone()
 
 
 def in_float64(setup: Setup) -> Setup:
