@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.batch import BatchMetadata
 from lockstep.errors import ConfigError
 from lockstep.lifecycle import Lifecycle
-from lockstep.plan import RowPlan, StepPlan
+from lockstep.plan import BatchShape, RowPlan, StepPlan
 from lockstep.request import Request
 from lockstep.trace import StepRecord
 
@@ -40,7 +40,7 @@ class Engine(Lifecycle):
         if config.graphs in ("decode", "all"):
             try:
                 with torch.inference_mode():
-                    show_progress(self.graphs.capture(), len(shapes))
+                    show_progress(self._capture(), len(shapes))
             except RuntimeError as error:
                 # Said by the allocator, by the driver, or by who loads a kernel.
                 if "out of memory" not in str(error):
@@ -50,6 +50,15 @@ class Engine(Lifecycle):
                     "graphs; lower memory_fraction, max_tokens_per_step or "
                     'max_requests, or use graphs="decode"'
                 ) from error
+
+    def _capture(self) -> Iterator[BatchShape]:
+        """Capture every shape, and draw at each: nothing is left to compile later."""
+        for shape in self.graphs.capture():
+            batch = self.metadata._pad(shape, self.engine_config.record_logprobs)
+            logits = self.graphs.run(batch).logits
+            self.components.sample(logits[batch.sample_index], batch.draws)
+            self.components.log_probabilities(logits[:1])
+            yield shape
 
     def _run(
         self, recorded: StepPlan | None, tokens: Mapping[str, int], record: StepRecord
