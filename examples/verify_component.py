@@ -1,6 +1,6 @@
 """Verify a component of your own against the reference, in ten lines.
 
-    python examples/verify_component.py
+    python -m examples.verify_component
 
 The scan of decoding rows is written anew without a loop. Then a fault is put in: the
 state decays after it has taken the token in, not before.

@@ -321,15 +321,14 @@ def _try(
     if way.cached:
         _run(engine, texts, "all", lambda record: None)
 
-    count = Counter[str]()
+    count, sizes = Counter[str](), engine.sizes
+    stored = range(sizes.first_snapshot_slot, sizes.zero_slot)
 
     def look(record: StepRecord) -> None:
-        sizes = engine.sizes
         count.update(events_of(record, record))
         for row in record.rows:
             is_cut = row.kind is RowKind.PREFILL and row.start and row.cache is None
             count["continued prompts"] += bool(is_cut)
-            stored = range(sizes.first_snapshot_slot, sizes.zero_slot)
             count["restored states"] += row.initial_slot_id in stored
             if row.request_id in record.logprobs:
                 rows = record.logprobs[row.request_id].cpu()
@@ -389,6 +388,7 @@ def _about(folder: Path, config: ModelConfig, commit: str) -> dict[str, Any]:
         "files": files,
         "versions": versions,
         "date": date.today().isoformat(),
+        "factor": LIBRARY_FACTOR,
         "faults": [e for e in TABLES["faults"] if config.family in e["families"]],
     }
 
