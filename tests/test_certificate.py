@@ -1,0 +1,410 @@
+"""Certificates: what passes, what fails and how, and what is said of transformers."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, NemotronHConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
+    GraniteMoeHybridTopKRouter,
+)
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.nemotron_h import modeling_nemotron_h
+
+from lockstep import cli
+from lockstep.assemble import BACKENDS
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.families import read_config_files, read_model_config
+from lockstep.verify import Certificate, certify
+from lockstep.verify.certificate import TABLES, WAYS
+from lockstep.verify.library import Library
+from tests.checkpoints import BASES, edit_config, save
+from tests.factories import CPU, load
+from tests.tolerances import WITNESS_FACTOR
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "certificates"
+HYBRIDS = ("nemotron_h", "bamba", "granitemoehybrid", "mamba2")
+
+
+def tiny(folder: Path, family: str = "nemotron_h", **fields: Any) -> Path:
+    """Save a tiny checkpoint; of a hybrid, one layer of each kind is enough."""
+    if family == "nemotron_h":
+        fields = {"hybrid_override_pattern": "M*-", **fields}
+    return save(folder / "tiny", {"model_type": family, **fields})
+
+
+def oracle(folder: Path, family: str = "nemotron_h", **fields: Any) -> Any:
+    """Load a tiny checkpoint as transformers does by itself."""
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny(folder, family, **fields))
+    return model.eval()
+
+
+def library(folder: Path) -> Library:
+    """Load a checkpoint as certificates do."""
+    config = read_model_config(read_config_files(folder))
+    return Library(folder, config, CPU, "float32")
+
+
+def ids(count: int) -> Tensor:
+    """Draw a text."""
+    vocab, draw = BASES["nemotron_h"]["vocab_size"], torch.Generator().manual_seed(0)
+    return torch.randint(vocab, (1, count), generator=draw)
+
+
+# Certificates.
+
+
+def test_a_family_passes_every_way(tmp_path: Path) -> None:
+    """All that a CPU can run happens, is equal, and is on the page and in the JSON."""
+    made = certify(tiny(tmp_path), commit="abc")
+    assert made.passed, made
+    content = made.content
+    for result in content["results"]:
+        if result["way"] == "graphed":
+            assert result["skipped"] == "not run: needs a GPU"
+            continue
+        assert result["worst"] <= content["bound"]
+        assert result["equal_tokens"] == result["tokens"] > 0
+        for need in WAYS[result["way"]].needs:
+            assert result["events"][need] > 0
+        assert f"| {result['way']} | {result['backend']} | " in made.page
+    tried = {(each["way"], each["backend"]) for each in content["results"]}
+    assert {way for way, _ in tried} == set(WAYS)
+    assert {("cold", "reference"), ("warm", "reference")} <= tried
+    page = made.write(tmp_path / "out")
+    assert page.read_text() == made.page
+    read = Certificate(json.loads(page.with_suffix(".json").read_text()))
+    assert read.page == made.page
+    assert read.content["versions"]["commit"] == "abc"
+    assert str(made).startswith("PASS tiny: ")
+
+
+def test_attention_alone_passes(tmp_path: Path) -> None:
+    """A model without states has none to restore."""
+    made = certify(tiny(tmp_path, "qwen3"), ways=["warm", "padded"])
+    assert made.passed, made
+    for result in made.content["results"]:
+        assert "restored states" not in result["events"]
+
+
+def test_a_narrow_dtype_is_judged_by_its_own_rounding(tmp_path: Path) -> None:
+    """Both run in it; what transformers loses there is allowed."""
+    folder = tiny(tmp_path, "llama")
+    narrow = certify(folder, ways=["cold"], dtype="bfloat16")
+    assert narrow.passed, narrow
+    wide = certify(folder, ways=["cold"])
+    assert narrow.content["bound"] > wide.content["bound"]
+
+
+def without_skip(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Leave ``D`` out."""
+
+    def faulty(tokens: Any, parameters: Any, *others: Any) -> Tensor:
+        return scan(tokens, replace(parameters, D=parameters.D * 0), *others)
+
+    return faulty
+
+
+def lost_state(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Begin every prompt from nothing, whatever is restored."""
+
+    def faulty(tokens: Any, a: Any, b: Any, states: Tensor, batch: Any) -> Tensor:
+        states[batch.initial_slot_ids] = 0
+        return scan(tokens, a, b, states, batch)
+
+    return faulty
+
+
+def part(side: str, key: str) -> Any:
+    """Find a component of a side."""
+    module, name = key.split(".")
+    return getattr(load(side, module), name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scan_without_skip_fails(backend: str, tmp_path: Path) -> None:
+    """Every way that scans prompts fails, and the worst position is named."""
+    parts = {"scan.scan_prefill": without_skip(part(backend, "scan.scan_prefill"))}
+    made = certify(tiny(tmp_path), parts, backends=[backend], ways=["cold", "chunked"])
+    assert not made.passed
+    assert len(made.content["failures"]) == 2
+    for way, text in zip(("cold", "chunked"), made.content["failures"], strict=True):
+        (result,) = (e for e in made.content["results"] if e["way"] == way)
+        assert text.startswith(f"{way}, {backend}: differs by ")
+        where = f"position {result['position']} of the prompt of {result['prompt']}"
+        assert where in text
+    assert "**FAIL**" in made.page
+    assert str(made).startswith("FAIL cold, ")
+
+
+def test_a_lost_state_fails_where_it_is_restored(tmp_path: Path) -> None:
+    """The cold way passes, the warm one does not, from the restored position on."""
+    parts = {"scan.scan_prefill": lost_state(part("optimized", "scan.scan_prefill"))}
+    ways = ["cold", "warm"]
+    made = certify(tiny(tmp_path), parts, backends=["optimized"], ways=ways)
+    (failure,) = made.content["failures"]
+    assert failure.startswith("warm, optimized: differs by ")
+
+
+def test_a_way_that_nothing_happened_in_fails(tmp_path: Path) -> None:
+    """A cache that never gives anything back is not certified."""
+    cache = part("optimized", "prefix_cache.PrefixCache")
+
+    class Forgetful(cache):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments[:-1], False)
+
+    parts = {"prefix_cache.PrefixCache": Forgetful}
+    made = certify(tiny(tmp_path), parts, backends=["optimized"], ways=["warm"])
+    (failure,) = made.content["failures"]
+    assert failure == "warm, optimized: there were no restores and no restored states"
+
+
+def test_another_token_fails(tmp_path: Path) -> None:
+    """Log-probabilities of others' tokens are no tie."""
+    swap = part("reference", "sampler.log_probabilities")
+
+    def faulty(logits: Tensor) -> Tensor:
+        return swap(logits).flip(1)
+
+    parts = {"sampler.log_probabilities": faulty}
+    made = certify(tiny(tmp_path), parts, backends=["reference"], ways=["cold"])
+    (result,) = made.content["results"]
+    assert result["equal_tokens"] + result["ties"] < result["tokens"]
+
+
+def test_an_exception_fails(tmp_path: Path) -> None:
+    """What an engine ends requests with is the reason."""
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("no such thing")
+
+    parts = {"mlp.activate": broken}
+    made = certify(tiny(tmp_path), parts, backends=["reference"], ways=["cold"])
+    assert "cold, reference: ValueError: no such thing" in made.content["failures"]
+
+
+# The command.
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the command line within this process; return its exit status."""
+    monkeypatch.setattr("sys.argv", ["lockstep", "verify", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def test_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It writes both files, and its status tells a failure."""
+    monkeypatch.setattr("lockstep.verify.certify", partial(certify, ways=["cold"]))
+    folder, output = tiny(tmp_path, "llama"), tmp_path / "out"
+    options = ("--against", "transformers", "--output", str(output))
+    assert main(monkeypatch, str(folder), *options) == 0
+    assert "PASS tiny: " in capsys.readouterr().out
+    assert {path.name for path in output.iterdir()} == {"tiny.md", "tiny.json"}
+    worse = ("--component", "norm.rms_norm=tests.test_certificate:no_norm")
+    assert main(monkeypatch, str(folder), *options, *worse) == 1
+    assert "FAIL cold, reference: differs by " in capsys.readouterr().out
+
+
+def no_norm(hidden: Tensor, *_: Any) -> Tensor:
+    """Norm nothing."""
+    return hidden.clone()
+
+
+ERRORS = {
+    "another library": (["demo", "--against", "vllm"], "--against takes transformers"),
+    "an option of the other": (
+        ["demo", "--against", "transformers", "--truth"],
+        "--against takes transformers",
+    ),
+    "no folder": (["nowhere", "--against", "transformers"], "is not a folder"),
+    "a dtype": (
+        ["demo", "--against", "transformers", "--dtype", "float64"],
+        "by which the others are judged",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They name the cause."""
+    arguments, message = ERRORS[name]
+    assert main(monkeypatch, *arguments) == cli.USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_what_transformers_lacks_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A family that it has no model for, and one that neither knows."""
+    folder = tiny(tmp_path, "llama")
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    monkeypatch.delitem(names, "llama")
+    with pytest.raises(ConfigError, match="has no model for family 'llama'"):
+        certify(folder)
+    edit_config(folder, model_type="mystery")
+    with pytest.raises(ConfigError, match="'mystery' is not implemented; supported"):
+        certify(folder)
+
+
+def test_parameters_that_transformers_makes_up_are_told(tmp_path: Path) -> None:
+    """A checkpoint that is whole for Lockstep must be so for the library."""
+    folder = tiny(tmp_path, "llama", tie_word_embeddings=True)
+    config = read_model_config(read_config_files(folder))
+    edit_config(folder, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match="does not find lm_head.weight"):
+        Library(folder, replace(config, tie_embeddings=False), CPU, "float32")
+
+
+# What is said of transformers, in the order of the table.
+
+
+def test_time_step_limits_are_not_read_by_nemotron_h(tmp_path: Path) -> None:
+    """The library takes another field; certificates put that right."""
+    limits = (0.3, 0.9)
+    model = oracle(tmp_path, time_step_limit=limits)
+    mixers = [e.mixer for e in model.model.layers if hasattr(e.mixer, "A_log")]
+    assert all(mixer.time_step_limit != limits for mixer in mixers)
+    assert certify(tmp_path / "tiny", ways=["cold"]).passed
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_one_token_after_a_cache_obeys_no_limits(family: str, tmp_path: Path) -> None:
+    """Limits alone make the same token differ with and without a cache."""
+    limits = {"time_step_limit": (0.3, 0.9), "time_step_min": 0.3}
+    free = cached_gap(oracle(tmp_path / "free", family))
+    held = cached_gap(oracle(tmp_path / "held", family, **limits))
+    assert held > WITNESS_FACTOR * free
+
+
+@torch.no_grad()
+def cached_gap(model: Any) -> float:
+    """Compare the last token of a text, computed whole and after a cache."""
+    text = ids(33)
+    positions = (
+        {}
+        if "Mamba2" in type(model).__name__
+        else {"position_ids": torch.tensor([[32]])}
+    )
+    before = model(text[:, :-1], use_cache=True)
+    name = "cache_params" if hasattr(before, "cache_params") else "past_key_values"
+    after = model(text[:, -1:], use_cache=True, **positions, **{name: before[name]})
+    return float((after.logits[0, -1] - model(text).logits[0, -1]).abs().max())
+
+
+@torch.no_grad()
+def test_positions_of_bamba_start_over_after_a_cache(tmp_path: Path) -> None:
+    """A token after a cache is at position 0 unless told otherwise."""
+    model, text = oracle(tmp_path, "bamba"), ids(33)
+
+    def after(**options: Any) -> Tensor:
+        cache = model(text[:, :-1], use_cache=True).past_key_values
+        return model(text[:, -1:], past_key_values=cache, **options).logits
+
+    first = after(position_ids=torch.tensor([[0]]))
+    assert torch.equal(after(), first)
+    assert not torch.equal(after(position_ids=torch.tensor([[32]])), first)
+
+
+def test_a_tied_head_of_nemotron_h_is_not_tied(tmp_path: Path) -> None:
+    """Certificates tie it."""
+    model = oracle(tmp_path, tie_word_embeddings=True)
+    assert model.lm_head.weight is not model.model.embeddings.weight
+
+
+def test_attention_bias_of_nemotron_h_makes_none(tmp_path: Path) -> None:
+    """The option is there, the bias is not; Lockstep refuses."""
+    model = oracle(tmp_path, attention_bias=True)
+    assert not any("q_proj.bias" in name for name, _ in model.named_parameters())
+    with pytest.raises(ConfigError, match="attention_bias=True is not implemented"):
+        certify(tmp_path / "tiny")
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@torch.no_grad()
+def test_padding_gets_into_the_convolution(family: str, tmp_path: Path) -> None:
+    """With a bias, a text after padding differs from the text alone."""
+    name = "use_bias" if family in ("nemotron_h", "mamba2") else "mamba_proj_bias"
+    gaps: list[float] = []
+    for bias in (False, True):
+        model, text = oracle(tmp_path / str(bias), family, **{name: bias}), ids(9)
+        padded = torch.cat((torch.zeros(1, 7, dtype=torch.long), text), 1)
+        mask = torch.cat((torch.zeros(1, 7), torch.ones(1, 9)), 1).long()
+        places = {} if family == "mamba2" else {"position_ids": mask.cumsum(1) - 1}
+        places = {k: v.clamp(min=0) for k, v in places.items()}
+        alone = model(text, use_cache=False).logits
+        behind = model(padded, attention_mask=mask, use_cache=False, **places).logits
+        gaps.append(float((behind[:, 7:] - alone).abs().max()))
+    assert gaps[1] > WITNESS_FACTOR * gaps[0]
+
+
+def test_the_router_of_granite_rounds_to_the_model() -> None:
+    """Its product and its weights are of the model's dtype."""
+    source = inspect.getsource(GraniteMoeHybridTopKRouter.forward)
+    assert "F.linear(hidden_states, self.weight).float()" in source
+    assert ".type_as(hidden_states)" in source
+
+
+def test_the_gated_norm_is_one_over_all_groups() -> None:
+    """It has no groups, whatever the layer has; that of nemotron_h has them."""
+    one = inspect.signature(modeling_mamba2.MambaRMSNormGated.__init__).parameters
+    assert "group_size" not in one
+    layer = modeling_nemotron_h.NemotronHMamba2Mixer(
+        NemotronHConfig(**BASES["nemotron_h"]), layer_idx=0
+    )
+    assert layer.norm.group_size < layer.intermediate_size
+
+
+@pytest.mark.parametrize("family", BASES)
+@torch.no_grad()
+def test_a_model_in_float64_goes_through_float32(family: str, tmp_path: Path) -> None:
+    """By itself it is about as far off as in float32; in certificates it is not."""
+    text = ids(40)
+    theirs = library(tiny(tmp_path, family))
+    narrow = theirs.logprobs(text[0].tolist())
+    theirs.widen()
+    exact = theirs.logprobs(text[0].tolist())
+    assert exact.dtype == torch.float64
+    own = theirs.model(text, use_cache=False).logits[0].double()
+    own_gap, gap = (
+        (values - exact).abs().max() for values in (own.log_softmax(-1), narrow)
+    )
+    assert own_gap * WITNESS_FACTOR > gap
+
+
+def test_every_fault_has_a_family() -> None:
+    """Each is of families that there are."""
+    for fault in TABLES["faults"]:
+        assert set(fault["families"]) <= set(BASES)
+
+
+# What is committed.
+
+
+def test_committed_certificates_pass() -> None:
+    """There is one for the demo model and for each family, rendered from its JSON."""
+    names = {path.stem for path in RESULTS.glob("*.json")}
+    assert names == {"demo", *(f"tiny-{family}" for family in BASES)}
+    for name in names:
+        content = json.loads((RESULTS / f"{name}.json").read_text())
+        made = Certificate(content)
+        assert made.passed, made
+        assert (RESULTS / f"{name}.md").read_text() == made.page
