@@ -59,10 +59,10 @@ CLAIMS = {
     "GPU better than 128 x 64, 128 x 128, 256 x 64 and 256 x 128",
     "staging": "Megatron-LM pull request 4764: rows by padded prompts instead of by "
     "max_requests make a graphed prefill of a Nemotron nano model 30 % faster",
-    "bookkeeping": "Megatron-LM pull request 3922: a step of 8 prompts that store 2 "
-    "states each reads from the device about 3 times instead of about 24",
     "graphs": "Megatron-LM pull request 3922: a prefill that stores states can be a "
     "graph",
+    "bookkeeping": "Megatron-LM pull request 3922: a step of 8 prompts that store 2 "
+    "states each reads from the device about 3 times instead of about 24",
 }
 #: A tiny model of the same pattern, for machines without a GPU.
 TINY: dict[str, Any] = SHAPES["nano3"] | {
@@ -219,7 +219,6 @@ def compare(
     bench: Bench,
     prompts: Sequence[int],
     forms: Mapping[str, Callable[[], Any]],
-    more: Callable[[Any, int], Row] | None = None,
 ) -> Iterator[Row]:
     """Time forms of an engine, of which the first is right.
 
@@ -227,7 +226,6 @@ def compare(
         bench: The model.
         prompts: Prompts of each prefill.
         forms: Build the engines, one after the other, by name.
-        more: What else is told of an engine and a prefill, if anything.
     """
     right: dict[int, Seen] = {}
     base: dict[int, float] = {}
@@ -245,7 +243,7 @@ def compare(
                 continue
             time = bench.time(engine, count)
             row |= {"ms": time, "ratio": time / base.setdefault(count, time)}
-            yield row | (more(engine, count) if more else {})
+            yield row
         del engine
         free(bench.device)
 
@@ -278,19 +276,25 @@ def graphs(bench: Bench) -> Iterator[Row]:
 
 
 def bookkeeping(bench: Bench) -> Iterator[Row]:
-    """Compare loops with what replaced them; steps are eager, as loops need it."""
-    prompts = [8 if bench.is_cuda else 2]
+    """Compare loops with what replaced them; steps are eager, as loops need it.
 
-    def count(engine: Any, prompts: int) -> Row:
-        add(engine, bench.load(prompts), seed=0)
+    Steps are counted when all are timed.
+    """
+    prompts = 8 if bench.is_cuda else 2
+    builds = {
+        name: partial(bench.build, [prompts], "off", parts, prompts)
+        for name, parts in BOOKKEEPING.items()
+    }
+    for row in [*compare(bench, [prompts], builds)]:
+        engine = builds[row["form"]]()
+        bench.see(engine, prompts)
+        add(engine, bench.load(prompts), seed=1)
         with counting(bench.device) as counts:
             engine.step()
-        counted = {"host_reads": counts.host_reads, "launches": counts.launches}
-        return counted | {"copied_bytes": counts.copied_bytes}
-
-    forms = BOOKKEEPING.items()
-    builds = {n: partial(bench.build, prompts, "off", p, *prompts) for n, p in forms}
-    yield from compare(bench, prompts, builds, count)
+        row |= {"host_reads": counts.host_reads, "launches": counts.launches}
+        yield row | {"copied_bytes": counts.copied_bytes}
+        del engine
+        free(bench.device)
 
 
 # The convolution alone.

@@ -12,6 +12,7 @@ numbers in a tensor. Launches and copies are those that the profiler sees.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
@@ -133,10 +134,15 @@ class Counts:
 
 @contextmanager
 def counting(device: torch.device) -> Generator[Counts]:
-    """Count what happens meanwhile; the counts are there at the end."""
+    """Count what happens meanwhile; the counts are there at the end.
+
+    On a GPU the profiler stays attached from then on, since taking it away and back
+    does harm to graphs; so what is to be timed is timed before.
+    """
     counts, profiler = Counts(), None
     with ExitStack() as stack:
         if device.type == "cuda":
+            os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
             torch.cuda.synchronize(device)
             profiler = stack.enter_context(profile(activities=[ProfilerActivity.CUDA]))
         watch = stack.enter_context(watching(counts.reads.append))

@@ -145,7 +145,8 @@ def save(figure: Any, path: Path) -> None:
     with import_module("matplotlib").rc_context(
         {"svg.hashsalt": path.stem, "svg.fonttype": "none"}
     ):
-        metadata = {"Date": None} if path.suffix == ".svg" else {}
+        names = ("Date", "Creator", "Format", "Type")
+        metadata = dict.fromkeys(names) if path.suffix == ".svg" else {}
         figure.savefig(path, dpi=150, metadata=metadata)
 
 

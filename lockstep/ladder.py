@@ -70,8 +70,7 @@ NOTES = {
     "tokens_per_second": "all tokens that are computed, of prompts and new ones, each "
     "kind at its measured rate and in the workload's proportion",
     "share_of_floor": "least time of what was measured, over the time it took",
-    "per_step": "of one step of each kind; where a rung is timed on less, its prefill "
-    "step has the shortest prompts",
+    "per_step": "of one step of each kind, with the shortest prompts that are timed",
 }
 
 
@@ -99,12 +98,15 @@ class Ladder:
         self.config: ModelConfig = read_model_config(fields)
         self.dtype = find_dtype("auto", self.config, device)
         self.drawn: dict[torch.dtype, Parameters] = {}
-        self.timed = self._set_up(
-            self.dtype,
-            max_requests=load.prompts,
-            max_tokens_per_step=load.prompts * load.prompt_tokens,
-            max_length=load.prompt_tokens + load.new_tokens,
-            snapshot_slots=4 * load.prompts,
+        self.timed, self.counted = (
+            self._set_up(
+                self.dtype,
+                max_requests=each.prompts,
+                max_tokens_per_step=each.prompts * each.prompt_tokens,
+                max_length=each.prompt_tokens + each.new_tokens,
+                snapshot_slots=4 * each.prompts,
+            )
+            for each in (load, load.shortest)
         )
         self.compared = self._set_up(torch.float32, **SMALL)
         self.bound = BUDGETS["log-probabilities"] * UNIT_ROUNDOFF[torch.float32]
@@ -113,13 +115,13 @@ class Ladder:
         self.rates = H200 if own else measure_rates(device, self.dtype)
 
     def climb(self, rung: Rung, note: Callable[[str], None]) -> dict[str, Any]:
-        """Hold a rung to the reference, then time it and count what its steps do.
+        """Hold a rung to the reference, then time it.
 
         Args:
             rung: The rung.
             note: Is told what is done next.
         """
-        side = Side(rung.backend, rungs.components(rung.name), rungs.options(rung.name))
+        side = _side(rung)
         found: dict[str, Any] = {"rung": rung.name, "change": rung.change}
         try:
             side.settle(self.compared)
@@ -134,10 +136,13 @@ class Ladder:
         note("is timed")
         served = serve_within(engine, self.load, self.seconds)
         vocab, made_of = self.config.vocab_size, count(self.config, self.dtype.itemsize)
-        found |= rate(served, self.load, made_of, vocab, self.rates)
-        note("is counted")
-        load = self.load.shortest if found["is_cut"] else self.load
-        return {**found, "per_step": count_steps(engine, load, self.device)}
+        return found | rate(served, self.load, made_of, vocab, self.rates)
+
+    def count(self, rung: Rung) -> dict[str, Any]:
+        """Count what a rung's steps ask for; afterwards nothing can be timed."""
+        side = _side(rung)
+        engine = side.build(self.counted, side.components)
+        return count_steps(engine, self.load.shortest, self.device)
 
     def compare(self, side: Side) -> dict[str, Any]:
         """Compare a side with the reference on the few prompts.
@@ -275,28 +280,50 @@ def climb(
     chosen = [_find(name) for name in only] or rungs.RUNGS
     rows: list[dict[str, Any]] = []
     with Progress(console=notes, transient=True) as progress:
-        task = progress.add_task("the reference is run", total=len(chosen))
+        task = progress.add_task("the reference is run", total=2 * len(chosen))
         ladder = Ladder(model or own[0], where, load, seconds)
         for rung in chosen:
             say = partial(_say, progress, task, rung.name)
-            try:
-                rows.append(ladder.climb(rung, say))
-            except Exception as error:
-                # What was measured before is not lost.
-                reason = f"{type(error).__name__}: {error}"
-                rows.append({"rung": rung.name, "status": "failed", "reason": reason})
+            rows.append(_attempt(rung, partial(ladder.climb, rung, say)))
             free(where)
             progress.advance(task)
             notes.print(f"{rung.name}: {rows[-1]['status']}")
-    found = {"environment": environment(where, commit), **ladder.describe()}
-    found["environment"]["is_cpu"] = where.type == "cpu"
-    found["rungs"] = rows
+        found = {"environment": environment(where, commit), **ladder.describe()}
+        found["environment"]["is_cpu"] = where.type == "cpu"
+        found["rungs"] = rows
+        _write(found, where, output)
+        for rung, row in zip(chosen, rows, strict=True):
+            _say(progress, task, rung.name, "is counted")
+            if row["status"] == "equal":
+                row |= _attempt(rung, lambda r=rung: {"per_step": ladder.count(r)})
+            free(where)
+            progress.advance(task)
     reports.show_ladder(found, console)
-    if output is not None:
-        name = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
-        path = output / f"ladder_{name.split()[-1].lower()}.json"
-        reports.write(found, path, reports.draw_ladder, notes)
+    _write(found, where, output)
     return not {"unequal", "failed"} & {row["status"] for row in rows}
+
+
+def _write(found: dict[str, Any], device: torch.device, output: Path | None) -> None:
+    """Write what is known so far, if anywhere."""
+    if output is not None:
+        is_cpu = device.type == "cpu"
+        name = "cpu" if is_cpu else torch.cuda.get_device_name(device).split()[-1]
+        path = output / f"ladder_{name.lower()}.json"
+        reports.write(found, path, reports.draw_ladder, notes)
+
+
+def _attempt(rung: Rung, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what comes of something, or why nothing does: no other rung is lost."""
+    try:
+        return do()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        return {"rung": rung.name, "status": "failed", "reason": reason}
+
+
+def _side(rung: Rung) -> Side:
+    """Return the engine of a rung."""
+    return Side(rung.backend, rungs.components(rung.name), rungs.options(rung.name))
 
 
 def _say(progress: Progress, task: Any, rung: str, what: str) -> None:

@@ -68,7 +68,7 @@ def test_rungs_are_compared_timed_and_counted(climb: Main, tmp_path: Path) -> No
         assert row["measured"] == found["workload"]
         for rate in ("tokens_per_second", "decode_steps_per_second", "share_of_floor"):
             assert 0 < row[rate] < math.inf
-        for kind, num_tokens in (("prefill", 16), ("decode", 2)):
+        for kind, num_tokens in (("prefill", 8), ("decode", 2)):
             step = row["per_step"][kind]
             assert step["tokens"] == num_tokens
             assert step["operations"] > 0
