@@ -5,8 +5,9 @@
 #
 #     scripts/gpu_check.sh [FOLDER FOR RESULTS] [COMMIT] [PART ...]
 #
-# Parts: gpu (tests/gpu), matrix (both engines, whole), spec (every layer on the GPU),
-# mutants (faults that need a GPU), demo, speed (both backends), kernels (each alone).
+# Parts: gpu (tests/gpu), matrix (both engines, whole), triples (many more rows of the
+# matrix), spec (every layer on the GPU), mutants (faults that need a GPU), demo, speed
+# (both backends), kernels (each alone). Only where named: i/n, that shard of all rows.
 set -euo pipefail
 out=${1:-benchmarks/results}
 commit=${2:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
@@ -44,6 +45,13 @@ PY
         LOCKSTEP_TEST_DEVICE=cuda python3 -m pytest -q -n 8 \
             tests/equivalence/test_engine.py 2>&1 | quiet || status=1
     fi
+    for shard in triples $(grep -o '[0-9]*/[0-9]*' <<< "$parts" || true); do
+        if wanted "$shard"; then
+            echo "== rows of the matrix: $shard"
+            python3 scripts/gpu_matrix.py "$shard" --commit "$commit" \
+                --output "$out/gpu_matrix.json" 2>&1 | quiet || status=1
+        fi
+    done
     if wanted spec; then
         # One file needs a package that is only in CI.
         echo "== tests/spec on the GPU"

@@ -97,7 +97,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     totals: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
-            totals.update(dict(getattr(report, "user_properties", ())))
+            if getattr(report, "when", "") == "call":
+                totals.update(dict(report.user_properties))
     for dtype in ("float32", "bfloat16"):
         if tokens := totals[f"tokens of {dtype}"]:
             terminalreporter.write_line(

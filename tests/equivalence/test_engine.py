@@ -53,20 +53,20 @@ Note = Callable[[str, object], None]
 #: `scripts/gpu_matrix.py` does that on a GPU. Engines are then resized for each row,
 #: not built.
 SHARD = os.environ.get("SHARD", "")
-FEW_SHORT_ROWS = [
-    Row(model, *case, graphs)
-    for model in SHORT_MODELS
-    for case in (
-        ("warm", ALL, "decode", False),
-        ("second turn", SCAN_CHUNK + 1, "mixed", True),
-    )
-    for graphs in GRAPHS
-]
-ALL_SHORT_ROWS = all_rows(tuple(SHORT_MODELS))
-ROWS, SHORT_ROWS = {
-    "": (cover(2), FEW_SHORT_ROWS),
-    "triples": (cover(3), FEW_SHORT_ROWS),
-}.get(SHARD) or (shard(all_rows(), SHARD), shard(ALL_SHORT_ROWS, SHARD))
+if "/" in SHARD:
+    ROWS = shard(all_rows(), SHARD)
+    SHORT_ROWS = shard(all_rows(tuple(SHORT_MODELS)), SHARD)
+else:
+    ROWS = cover(3 if SHARD == "triples" else 2)
+    SHORT_ROWS = [
+        Row(model, *case, graphs)
+        for model in SHORT_MODELS
+        for case in (
+            ("warm", ALL, "decode", False),
+            ("second turn", SCAN_CHUNK + 1, "mixed", True),
+        )
+        for graphs in GRAPHS
+    ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
