@@ -1,7 +1,8 @@
 """The third engine: the model code of ``transformers``, which nobody here wrote.
 
-It reads the same folder and computes every text whole, in torch alone.
-``certificate.toml`` lists what is known to be wrong with it, and how that is met.
+It reads the same folder and computes every text whole; in torch alone, unless kernels
+of ``mamba_ssm`` are installed, which it prefers. ``certificate.toml`` lists what is
+known to be wrong with it, and how that is met.
 """
 
 from __future__ import annotations
