@@ -488,7 +488,6 @@ def main(
         "claims": {name: CLAIMS[name] for name in only or CLAIMS},
         "parts": {},
     }
-    name = torch.cuda.get_device_name(where).split()[-1].lower() if is_cuda else "cpu"
     bench: Bench | None = None
     parts = {"staging": staging, "bookkeeping": bookkeeping, "graphs": graphs}
     for part in found["claims"]:
@@ -508,9 +507,7 @@ def main(
         except Exception as error:
             # What was measured before is not lost.
             taken.append({"form": "", "failed": f"{type(error).__name__}: {error}"})
-        if output is not None:
-            path = output / f"claims_{name}.json"
-            reports.write(found, path, reports.draw_claims, notes)
+        reports.write(found, "claims", where, output, reports.draw_claims, notes)
     show(found)
     every = [row for rows in found["parts"].values() for row in rows]
     if any("unequal" in row or "failed" in row for row in every):

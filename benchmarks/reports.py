@@ -8,9 +8,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+#: What the numbers of a ladder are.
+LADDER_NOTES = {
+    "tokens_per_second": "all tokens that are computed, of prompts and new ones, each "
+    "kind at its measured rate and in the workload's proportion",
+    "share_of_floor": "least time of what was measured, over the time it took",
+    "per_step": "of one step of each kind, with the shortest prompts that are timed",
+}
 #: Colours of the two kinds of steps, told apart by anybody.
 COLOURS = {"prefill": "#0072b2", "decode": "#e69f00"}
 
@@ -23,9 +31,9 @@ def show_ladder(found: Mapping[str, Any], console: Console) -> None:
     title = (
         f"{found['model']}, {found['dtype']}, {load}, {found['environment']['device']}"
     )
-    is_cpu = found["environment"]["is_cpu"]
-    counted = ["operations"] if is_cpu else ["launches", "kernels", "copied_bytes"]
-    counted.append("host_reads")
+    steps = [row["per_step"]["decode"] for row in found["rungs"] if "per_step" in row]
+    names = ("launches", "kernels", "copied_bytes", "operations", "host_reads")
+    counted = [name for name in names if any(step[name] for step in steps)]
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     table.add_column("rung", no_wrap=True)
     for column in ("tokens/s", "decodes/s", "of floor", *counted):
@@ -51,7 +59,9 @@ def show_ladder(found: Mapping[str, Any], console: Console) -> None:
 
 def write(
     found: Mapping[str, Any],
-    path: Path,
+    name: str,
+    device: torch.device,
+    folder: Path | None,
     draw: Callable[[Mapping[str, Any], Path], object],
     notes: Console,
 ) -> None:
@@ -59,11 +69,18 @@ def write(
 
     Args:
         found: What was measured.
-        path: Where the JSON goes.
-        draw: Draws it into a file.
+        name: Of the files, which ends in that of the device.
+        device: Where.
+        folder: Where the files go; None for nowhere.
+        draw: Draws a plot into a file.
         notes: Is told what was written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if folder is None:
+        return
+    is_cuda = device.type == "cuda"
+    where = torch.cuda.get_device_name(device).split()[-1] if is_cuda else "cpu"
+    path = folder / f"{name}_{where.lower()}.json"
+    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     notes.print(f"wrote {path}")
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -52,6 +52,19 @@ class Load:
         rows = range(1000 * seed, 1000 * seed + self.prompts)
         drawn = [tokens(row, self.prompt_tokens, vocab) for row in rows]
         return Workload("equal prompts", drawn, self.new_tokens)
+
+
+def choose_load(device: torch.device, counts: Sequence[int | None]) -> tuple[str, Load]:
+    """Choose a model and a workload: a GPU gets a larger model and more tokens.
+
+    Args:
+        device: Where it is served.
+        counts: The fields of `Load`, as far as they are settled.
+    """
+    is_cuda = device.type == "cuda"
+    own = (8, 512, 64) if is_cuda else (8, 32, 16)
+    chosen = (mine or each for mine, each in zip(counts, own, strict=True))
+    return "granite-350m" if is_cuda else "demo", Load(*chosen)
 
 
 @dataclass

@@ -27,6 +27,7 @@ from benchmarks.rooflines import H200, count, measure_rates
 from benchmarks.serving import (
     Load,
     choose_clock,
+    choose_load,
     count_steps,
     free,
     greedy,
@@ -40,7 +41,7 @@ from lockstep.cli import console, notes
 from lockstep.config import EngineConfig, ModelConfig
 from lockstep.errors import ConfigError
 from lockstep.families import read_config_files, read_model_config
-from lockstep.llm import DEMO, find_device, find_dtype, find_folder
+from lockstep.llm import find_device, find_dtype, find_folder
 from lockstep.memory import plan_memory
 from lockstep.parameters import Parameters, make_parameters, num_parameters
 from lockstep.rungs import Rung
@@ -51,8 +52,6 @@ from lockstep.weights import WITNESS, Checkpoint
 
 #: Shapes that have no checkpoint here and are filled with random weights.
 SHAPES = {"granite-350m": GRANITE_350M}
-#: Model, prompts, tokens of each and new ones, by the kind of device.
-OWN = {"cuda": ("granite-350m", 8, 512, 64), "cpu": (DEMO, 8, 32, 16)}
 #: Options of the engines that are compared; blocks are as short as they can be.
 SMALL: dict[str, Any] = {
     "max_requests": 3,
@@ -66,12 +65,6 @@ SMALL: dict[str, Any] = {
 }
 #: Tokens that a compared request makes.
 FEW_TOKENS = 4
-NOTES = {
-    "tokens_per_second": "all tokens that are computed, of prompts and new ones, each "
-    "kind at its measured rate and in the workload's proportion",
-    "share_of_floor": "least time of what was measured, over the time it took",
-    "per_step": "of one step of each kind, with the shortest prompts that are timed",
-}
 
 
 class Ladder:
@@ -114,26 +107,19 @@ class Ladder:
         own = device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
         self.rates = H200 if own else measure_rates(device, self.dtype)
 
-    def climb(self, rung: Rung, note: Callable[[str], None]) -> dict[str, Any]:
-        """Hold a rung to the reference, then time it.
-
-        Args:
-            rung: The rung.
-            note: Is told what is done next.
-        """
+    def climb(self, rung: Rung) -> dict[str, Any]:
+        """Hold a rung to the reference, then time it."""
         side = _side(rung)
         found: dict[str, Any] = {"rung": rung.name, "change": rung.change}
         try:
             side.settle(self.compared)
         except ConfigError as error:
             return {**found, "status": "not possible here", "reason": str(error)}
-        note("is compared")
         found["equality"] = self.compare(side)
         if reason := found["equality"]["difference"]:
             return {**found, "status": "unequal", "reason": reason}
         found |= {"status": "equal", "reason": _idle(rung, self.config)}
         engine = side.build(self.timed, side.components)
-        note("is timed")
         served = serve_within(engine, self.load, self.seconds)
         vocab, made_of = self.config.vocab_size, count(self.config, self.dtype.itemsize)
         return found | rate(served, self.load, made_of, vocab, self.rates)
@@ -156,9 +142,8 @@ class Ladder:
         for mine, theirs in zip(actual, self.expected, strict=False):
             errors = [
                 float(row_errors(mine.logprobs[name], rows).max())
-                if name in mine.logprobs
-                else float("inf")
                 for name, rows in theirs.logprobs.items()
+                if name in mine.logprobs
             ]
             largest = max(largest, *errors)
             difference = self._difference(mine, theirs, largest)
@@ -246,7 +231,7 @@ class Ladder:
                 "bound_in_roundoffs": BUDGETS["log-probabilities"],
             },
             "rates": self.rates._asdict(),
-            "notes": NOTES,
+            "notes": reports.LADDER_NOTES,
         }
 
 
@@ -274,42 +259,33 @@ def climb(
         Whether all that can run here did, and are equal.
     """
     where = find_device(device)
-    own = OWN["cuda" if where.type == "cuda" else "cpu"]
-    pairs = zip(counts, own[1:], strict=True)
-    load = Load(*(mine or each for mine, each in pairs))
+    own, load = choose_load(where, counts)
     chosen = [_find(name) for name in only] or rungs.RUNGS
     rows: list[dict[str, Any]] = []
     with Progress(console=notes, transient=True) as progress:
         task = progress.add_task("the reference is run", total=2 * len(chosen))
-        ladder = Ladder(model or own[0], where, load, seconds)
+        ladder = Ladder(model or own, where, load, seconds)
         for rung in chosen:
-            say = partial(_say, progress, task, rung.name)
-            rows.append(_attempt(rung, partial(ladder.climb, rung, say)))
+            progress.update(task, description=f"{rung.name} is compared and timed")
+            rows.append(_attempt(rung, partial(ladder.climb, rung)))
             free(where)
             progress.advance(task)
             notes.print(f"{rung.name}: {rows[-1]['status']}")
         found = {"environment": environment(where, commit), **ladder.describe()}
-        found["environment"]["is_cpu"] = where.type == "cpu"
         found["rungs"] = rows
-        _write(found, where, output)
+        save = partial(
+            reports.write, found, "ladder", where, output, reports.draw_ladder, notes
+        )
+        save()
         for rung, row in zip(chosen, rows, strict=True):
-            _say(progress, task, rung.name, "is counted")
+            progress.update(task, description=f"{rung.name} is counted")
             if row["status"] == "equal":
                 row |= _attempt(rung, lambda r=rung: {"per_step": ladder.count(r)})
             free(where)
             progress.advance(task)
     reports.show_ladder(found, console)
-    _write(found, where, output)
+    save()
     return not {"unequal", "failed"} & {row["status"] for row in rows}
-
-
-def _write(found: dict[str, Any], device: torch.device, output: Path | None) -> None:
-    """Write what is known so far, if anywhere."""
-    if output is not None:
-        is_cpu = device.type == "cpu"
-        name = "cpu" if is_cpu else torch.cuda.get_device_name(device).split()[-1]
-        path = output / f"ladder_{name.lower()}.json"
-        reports.write(found, path, reports.draw_ladder, notes)
 
 
 def _attempt(rung: Rung, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -324,11 +300,6 @@ def _attempt(rung: Rung, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _side(rung: Rung) -> Side:
     """Return the engine of a rung."""
     return Side(rung.backend, rungs.components(rung.name), rungs.options(rung.name))
-
-
-def _say(progress: Progress, task: Any, rung: str, what: str) -> None:
-    """Say in front of the bar what is done."""
-    progress.update(task, description=f"{rung} {what}")
 
 
 def _find(name: str) -> Rung:
