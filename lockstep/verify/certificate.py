@@ -363,8 +363,7 @@ def _about(folder: Path, config: ModelConfig, commit: str) -> dict[str, Any]:
     """Say what was compared: model, files and versions."""
     versions = {"lockstep": __version__, "commit": commit or "not given"}
     versions |= {"python": platform.python_version(), "torch": torch.__version__}
-    # Transformers takes kernels of the last two where it finds them.
-    for name in ("triton", "transformers", "mamba-ssm", "causal-conv1d"):
+    for name in ("triton", "transformers"):
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     files: dict[str, str] = {}
