@@ -151,6 +151,35 @@ def test_inputs_of_the_convolution_are_those_of_a_step(count: int) -> None:
     assert_equal(given[3], windows)
 
 
+def test_tiles_are_compared_before_they_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every size gives what scan chunks give; the grid tells how many programs."""
+    from benchmarks import kernels, kernels_mamba
+
+    make = claims.conv_inputs
+
+    def on_cpu(count: int, channels: int, _: torch.device) -> tuple[Any, ...]:
+        *tensors, batch = make(count, channels, CPU)
+        return *(tensor.float() for tensor in tensors), batch
+
+    monkeypatch.setattr(claims, "conv_inputs", on_cpu)
+    monkeypatch.setattr(claims, "TOKENS", (1, 20))
+    monkeypatch.setattr(claims, "occupancy", lambda count, *_: {"programs": count})
+    monkeypatch.setattr(kernels, "time_calls", lambda calls, _: 1e-3 * len(calls))
+    monkeypatch.setattr(kernels, "ROTATED", 0)
+    monkeypatch.setattr(kernels_mamba, "CHANNELS", 256)
+    rows = [*claims.tiles(torch.device("cuda"))]
+    forms = {row["form"] for row in rows}
+    assert len(rows) == 2 * len(forms) == 12
+    assert all(row["ms"] == 1 and row["ratio"] == 1 for row in rows)
+    programs = {(row["form"], row["work"]): row["programs"] for row in rows}
+    assert programs["8 x 256, 4 warps", "20"] == 3
+    assert programs["128 x 64, 4 warps", "20"] == 4
+    monkeypatch.setattr(claims, "row_errors", lambda *_: torch.ones(1))
+    assert all("unequal" in row for row in claims.tiles(torch.device("cuda")))
+
+
 @pytest.mark.parametrize(
     ("registers", "held"), [(32, 16), (64, 8), (33, 12), (255, 2), (None, None)]
 )

@@ -170,6 +170,23 @@ def test_unknown_rungs_are_refused(
     assert "no rung is called 'loop'" in capsys.readouterr().err
 
 
+RESULTS = sorted((Path(rungs.__file__).parents[1] / "benchmarks/results").glob("*"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in RESULTS if path.match("ladder_*.json")],
+    ids=lambda path: path.stem,
+)
+def test_results_are_of_the_table_that_there_is(path: Path) -> None:
+    """Every rung stands in a published result, in order, and none was unequal."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert [row["rung"] for row in found["rungs"]] == [r.name for r in rungs.RUNGS]
+    assert {r["status"] for r in found["rungs"]} <= {"equal", "not possible here"}
+    assert path.with_suffix(".svg").exists()
+    assert found["environment"]["commit"]
+
+
 # What it is made of.
 
 
