@@ -83,10 +83,8 @@ TINY: dict[str, Any] = SHAPES["nano3"] | {
     "n_routed_experts": 8,
     "torch_dtype": "float32",
 }
-#: Prompts at once.
-PROMPTS = (1, 8, 16)
-#: Requests that might run, where staging has rows for each.
-MAX_REQUESTS = 128
+#: Tokens of a prompt, requests that might run, and prompts at once.
+LIMITS = {"large": (512, 128, (1, 8, 16)), "tiny": (32, 4, (1, 2))}
 #: Timed prefills of a form, after some that warm up, which are compared.
 TIMES, WARM_UPS = 10, 2
 _FORMS = "benchmarks.ladder"
@@ -140,12 +138,21 @@ class Seen(NamedTuple):
 
 @dataclass
 class Bench:
-    """A model whose parameters all engines share, and where it runs."""
+    """A model whose parameters all engines share, and what it is given.
+
+    Attributes:
+        config: The model.
+        device: Where it runs.
+        prompt_tokens: Tokens of every prompt.
+        max_requests: Requests that might run.
+        prompts: Prompts of each prefill.
+    """
 
     config: ModelConfig
     device: torch.device
     prompt_tokens: int
     max_requests: int
+    prompts: Sequence[int]
 
     def __post_init__(self) -> None:
         """Draw the parameters."""
@@ -250,7 +257,7 @@ def compare(
 
 def staging(bench: Bench) -> Iterator[Row]:
     """Compare sizes of the staging buffer, by graphs where there are any."""
-    prompts, mode = _prompts(bench), "all" if bench.is_cuda else "padded"
+    prompts, mode = bench.prompts, "all" if bench.is_cuda else "padded"
     forms = dict(STAGING)
     if not _has_triton(bench):
         del forms["by a device count"]
@@ -266,7 +273,7 @@ def staging(bench: Bench) -> Iterator[Row]:
 
 def graphs(bench: Bench) -> Iterator[Row]:
     """Compare ways to run a prefill that stores states."""
-    prompts = _prompts(bench)
+    prompts = bench.prompts
     modes = ["all", "padded", "off"] if bench.is_cuda else ["padded", "off"]
     if not bench.is_cuda:
         yield {"form": "all", "skipped": "graphs need a GPU"}
@@ -280,7 +287,7 @@ def bookkeeping(bench: Bench) -> Iterator[Row]:
 
     Steps are counted when all are timed.
     """
-    prompts = 8 if bench.is_cuda else 2
+    prompts = bench.prompts[1]
     builds = {
         name: partial(bench.build, [prompts], "off", parts, prompts)
         for name, parts in BOOKKEEPING.items()
@@ -292,7 +299,8 @@ def bookkeeping(bench: Bench) -> Iterator[Row]:
         with counting(bench.device) as counts:
             engine.step()
         row |= {"host_reads": counts.host_reads, "launches": counts.launches}
-        yield row | {"copied_bytes": counts.copied_bytes}
+        row |= {"copied_bytes": counts.copied_bytes, "why_none": counts.why_none}
+        yield row
         del engine
         free(bench.device)
 
@@ -429,10 +437,6 @@ def occupancy(programs: int, compiled: Any, device: torch.device) -> Row:
     }
 
 
-def _prompts(bench: Bench) -> Sequence[int]:
-    return PROMPTS if bench.is_cuda else (1, 2)
-
-
 def _has_triton(bench: Bench) -> bool:
     """Tell whether kernels run: on a GPU, or interpreted."""
     return bench.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
@@ -450,7 +454,7 @@ def show(found: dict[str, Any]) -> None:
             more = [
                 f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
                 for key, value in row.items()
-                if key not in known and value is not None
+                if key not in known and value not in (None, "")
             ]
             numbers = (f"{row[key]:.4g}" if key in row else "" for key in known[2:4])
             cells = part, row["form"], row.get("work", ""), *numbers, ", ".join(more)
@@ -473,8 +477,8 @@ def main(
 ) -> None:
     """Measure all parts, and write them to one file as each is done."""
     where = torch.device(device)
-    is_cuda = where.type == "cuda"
-    shape = shape or ("nano3" if is_cuda else "tiny")
+    shape = shape or ("nano3" if where.type == "cuda" else "tiny")
+    is_tiny = shape == "tiny"
     model = read_model_config({**SHAPES, "tiny": TINY}[shape])
     found: dict[str, Any] = {
         "environment": environment(where, commit) | {"triton": _version("triton")},
@@ -495,8 +499,7 @@ def main(
             rows = tiles(where)
         else:
             if bench is None:
-                limits = (512, MAX_REQUESTS) if is_cuda else (32, 4)
-                bench = Bench(model, where, *limits)
+                bench = Bench(model, where, *LIMITS["tiny" if is_tiny else "large"])
                 notes.print(f"{shape}: parameters are drawn")
             rows = parts[part](bench)
         taken = found["parts"].setdefault(part, [])
