@@ -200,7 +200,8 @@ def _settle(
         IS_EXACT=x.dtype == wide,
         TILE_T=tile_t,
         TILE_H=tile_h,
-        num_warps=4,
+        # No more lanes than entries, or several would write each.
+        num_warps=max(1, min(4, size * tile_h // 128)),
     )
     return settled
 
