@@ -42,7 +42,7 @@ PY
     fi
     if wanted matrix; then
         echo "== tests/equivalence/test_engine.py on the GPU"
-        LOCKSTEP_TEST_DEVICE=cuda python3 -m pytest -q -n 8 \
+        LOCKSTEP_MATRIX_DEVICE=cuda python3 -m pytest -q -n 8 \
             tests/equivalence/test_engine.py 2>&1 | quiet || status=1
     fi
     for shard in triples $(grep -o '[0-9]*/[0-9]*' <<< "$parts" || true); do

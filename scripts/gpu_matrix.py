@@ -130,7 +130,7 @@ def run(
     environment = {
         **os.environ,
         "SHARD": shard,
-        "LOCKSTEP_TEST_DEVICE": "" if device == "cpu" else device,
+        "LOCKSTEP_MATRIX_DEVICE": device,
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": str(ROOT),

@@ -31,8 +31,14 @@ from lockstep.reference.sampler import _gumbel_noise
 from lockstep.request import Request, RequestOutput, SamplingParams
 from lockstep.trace import EngineState, StepRecord
 from tests.engines import CPU, make_engine
-from tests.factories import DEVICE
-from tests.matrix import LARGEST, Recording, Taken, to_host
+from tests.matrix import (
+    DEVICE,
+    LARGEST,
+    Recording,
+    Taken,
+    default_device,
+    to_host,
+)
 from tests.tolerances import (
     MOST_TIES,
     assert_engine_states,
@@ -323,7 +329,7 @@ def _follow_step(
 
     plan = expected.plan if planned else None
     record, state = twin.step(plan=plan, tokens=expected.tokens)
-    with CPU:
+    with default_device(CPU):
         assert_same_step(record, expected, twin.dtype)
         compare_draws(twin, expected.plan, truth, ties)
         assert_same_state(state, taken.state, twin.dtype)

@@ -19,7 +19,7 @@ from lockstep.plan import RowKind
 from lockstep.trace import StepRecord
 from tests.engines import CPU, greedy, make_engine
 from tests.following import Ties, Twin, follow, twin_of
-from tests.matrix import Recorder, Recording
+from tests.matrix import Recorder, Recording, default_device
 from tests.scenarios.common import branch, is_mixed, text
 from tests.scenarios.test_upstream import (
     BLOCK,
@@ -169,7 +169,7 @@ def record(name: str, config: ModelConfig, device: torch.device = CPU) -> Record
     In few bits, the device must be that of the engine which follows.
     """
     scene = SCENES[name]
-    with device:
+    with default_device(device):
         sizes = dict(options(**dict(scene.sizes)))
         recorder = Recorder(make_engine(config, debug=(), device=device, **sizes))
         scene.play(recorder)

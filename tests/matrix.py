@@ -9,7 +9,9 @@ kept; and a row counts only if that record shows what the row is about.
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from itertools import combinations, product
@@ -30,11 +32,13 @@ from lockstep.memory import Caches
 from lockstep.plan import CacheReport, RowKind, RowPlan, SkipLimit
 from lockstep.request import SamplingParams
 from lockstep.trace import EngineState, StepRecord
-from tests import symbolic
+from tests import factories, symbolic
 from tests.engines import CPU, greedy, make_engine
-from tests.factories import DEVICE
 from tests.scenarios.common import branch, is_mixed, text
 
+#: Where the optimized engine runs. Unlike ``LOCKSTEP_TEST_DEVICE``, this leaves torch's
+#: default alone, as it is for users; with another one, every call takes longer.
+DEVICE = torch.device(os.environ.get("LOCKSTEP_MATRIX_DEVICE") or factories.DEVICE)
 #: Tokens of a block, of a scan chunk, and taps of the convolution: all different.
 BLOCK, SCAN_CHUNK, WIDTH = 32, 16, 4
 #: More than any step of a row computes.
@@ -310,6 +314,11 @@ def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+def default_device(device: torch.device) -> AbstractContextManager[object]:
+    """Let tensors be made there; without torch's slow way where they are anyway."""
+    return nullcontext() if torch.get_default_device() == device else device
+
+
 # What a row is played with.
 
 
@@ -334,7 +343,7 @@ def recorded(row: Row) -> Recording:
     assert row.graphs == "off"
     device = CPU if row.config.dtype == "float32" else DEVICE
     sizes = options(row)
-    with device:
+    with default_device(device):
         engine = make_engine(row.config, debug=(), device=device, **sizes)
         return play(row, engine)
 
@@ -365,7 +374,7 @@ def _num_blocks(row: Row) -> int:
     pattern = "".join(kind for kind in "M*" if kind in row.config.layer_pattern)
     parts = {"model.Model": symbolic.SymbolicModel}
     config = symbolic.model_config(pattern)
-    with CPU:
+    with default_device(CPU):
         engine = make_engine(config, components=parts, debug=(), **_options(row, 64))
         records = play(row, engine).records
     held: dict[str, set[int]] = {}

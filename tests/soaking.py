@@ -13,6 +13,7 @@ from lockstep.plan import CacheReport, RowPlan
 from lockstep.request import SamplingParams
 from tests.engines import CPU, Run, greedy, lone
 from tests.following import Ties, Twin, compare_draws, twin_of
+from tests.matrix import default_device
 from tests.scenarios.common import text
 from tests.tolerances import assert_logprobs
 
@@ -52,7 +53,7 @@ def assert_passes_equal(
 def _soak(twin: Twin, graphs: str, ties: Ties) -> dict[str, CacheReport]:
     """Serve all prompts once, each held to itself alone; return what was skipped."""
     config = twin.engine.model_config
-    with CPU:
+    with default_device(CPU):
         alone = {name: lone(config, *request) for name, request in SOAK.items()}
     tokens = {name: output.token_ids for name, (output, _) in alone.items()}
 

@@ -19,7 +19,6 @@ import torch
 from lockstep.plan import BatchShape
 from lockstep.trace import StepRecord
 from tests.engines import greedy
-from tests.factories import DEVICE
 from tests.following import (
     Ties,
     Twin,
@@ -31,6 +30,7 @@ from tests.matrix import (
     ALL,
     AXES,
     BLOCK,
+    DEVICE,
     GRAPHS,
     MODELS,
     SCAN_CHUNK,
