@@ -8,7 +8,9 @@ over in one buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -109,7 +111,10 @@ class GraphRunner:
                 self._logits = torch.zeros_like(logits)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+            with (
+                _no_garbage_collected(),
+                torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
+            ):
                 logits = self._forward(batch)
                 self._logits[: len(logits)].copy_(logits)
             self._graphs[extents] = graph
@@ -138,6 +143,18 @@ class GraphRunner:
         if self.mode == "decode" and batch.shape.prefill_requests:
             return 'graphs="decode" has none for steps with prompts'
         return "more logits or banned tokens than a graph has room for"
+
+
+@contextmanager
+def _no_garbage_collected() -> Generator[None]:
+    """Keep graphs of engines that are garbage: to free one would spoil a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def show_progress(captured: Iterator[BatchShape], total: int) -> None:

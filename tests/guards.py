@@ -2,8 +2,9 @@
 
 A mode of torch puts each tensor that is made by shape alone (pools, buffers, outputs of
 kernels) into the middle of a larger allocation. What lies before and behind it holds a
-pattern that no step may change. What is made while a graph is captured stays alive, so
-its place is its own in every replay; the pattern is written once capture is over.
+pattern that no step may change. What is made while a graph is captured has no zones:
+graphs share their memory, and each replay may overwrite what others had there. The same
+outputs have zones in eager steps of the same padded shapes.
 
 The pattern is NaN in every floating dtype, so that what a kernel reads from there shows
 in what it computes. A write further off than a zone is long is for a memory checker.
@@ -122,13 +123,14 @@ class Guards(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name not in FACTORIES or not made.numel() or made.device.type == "meta":
             return made
+        if made.is_cuda and torch.cuda.is_current_stream_capturing():
+            return made
         size = made.untyped_storage().nbytes()
         # Even, so that it can be filled with the pattern.
         count = 2 * ZONE + size + size % 2
         memory = torch.empty(count, dtype=torch.uint8, device=made.device)
-        if not (made.is_cuda and torch.cuda.is_current_stream_capturing()):
-            words = _patterns(made.device)[0].view(torch.int16)
-            memory.view(torch.int16).copy_(words[:1])
+        words = _patterns(made.device)[0].view(torch.int16)
+        memory.view(torch.int16).copy_(words[:1])
         inner = memory[ZONE : ZONE + size].view(made.dtype)
         inner = inner.as_strided(made.shape, made.stride())
         if "empty" not in name:

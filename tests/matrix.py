@@ -303,8 +303,12 @@ def to_host(
 
 def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors of one device to the CPU at once; those that are there stay."""
-    if all(tensor.device == CPU for tensor in tensors):
-        return list(tensors)
+    is_there = all(tensor.device == CPU for tensor in tensors)
+    return list(tensors) if is_there else fetch_packed(tensors)
+
+
+def fetch_packed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors of any dtypes to the CPU as one string of bytes."""
     flat = [tensor.flatten().view(torch.uint8) for tensor in tensors]
     parts = torch.cat(flat).cpu().split([len(each) for each in flat])
     # Each in memory of its own, since a view must begin at a multiple of its items.

@@ -92,10 +92,10 @@ SHORT_LOGPROBS = {torch.bfloat16: 33.0}  # 16.4, with 10,000 tokens to choose fr
 PACKAGE_LOGPROBS = 200.0
 #: Largest relative error of what two engines keep of one token, or of one state, over a
 #: whole run; in roundoffs of the model's dtype (measured: 131, 90 and 27 in float32;
-#: 1.5, 0 and 0.0001 in bfloat16, where a state is kept in float32 all the same).
+#: 3.84, 0 and 0.0001 in bfloat16, where a state is kept in float32 all the same).
 ENGINE_STATES = {
     torch.float32: {"K/V": 260.0, "conv window": 180.0, "SSM state": 60.0},
-    torch.bfloat16: {"K/V": 3.0, "conv window": 1.0, "SSM state": 1.0},
+    torch.bfloat16: {"K/V": 8.0, "conv window": 1.0, "SSM state": 1.0},
 }
 #: Share of tokens that may be ties in float32, besides one in any test.
 MOST_TIES = 0.01

@@ -111,6 +111,9 @@ def scan_decode(
         TILE_P=tile,
         TILE_N=triton.next_power_of_2(config.state_size),
         num_warps=_DECODE_WARPS,
+        # Lanes that add up float64 give it to each other through memory. With a product
+        # fused into the sum, each would round its own.
+        enable_fp_fusion=x.element_size() < 8,
     )
     return y
 

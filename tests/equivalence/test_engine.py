@@ -16,6 +16,7 @@ from itertools import combinations
 import pytest
 import torch
 
+from lockstep.errors import IntegrityError
 from lockstep.plan import BatchShape
 from lockstep.trace import StepRecord
 from tests.engines import greedy
@@ -32,6 +33,7 @@ from tests.matrix import (
     BLOCK,
     DEVICE,
     GRAPHS,
+    LARGEST,
     MODELS,
     SCAN_CHUNK,
     SHORT_MODELS,
@@ -39,12 +41,14 @@ from tests.matrix import (
     all_rows,
     cover,
     expected_events,
+    fetch_packed,
     options,
     recorded,
     seen_events,
     shard,
 )
 from tests.soaking import assert_passes_equal
+from tests.tolerances import assert_equal
 
 Note = Callable[[str, object], None]
 
@@ -140,6 +144,50 @@ def test_shards_are_all_and_leave_a_row_whole() -> None:
     """Each row is in one shard; where its ways to run are parted, a neighbour is."""
     whole = all_rows()
     assert [row for i in range(7) for row in shard(whole, f"{i}/7")] == whole
+
+
+def test_what_comes_in_one_transfer_is_what_was_sent() -> None:
+    """Values of any dtype and shape, empty ones and views too, bit for bit."""
+    sent = [
+        torch.tensor([True, False, True]),
+        torch.arange(5),
+        torch.empty(2, 0, 3),
+        torch.full((3, 2), torch.nan, dtype=torch.bfloat16),
+        torch.arange(12, dtype=torch.float64).view(3, 4).T,
+        torch.arange(7.0)[1:].view(3, 2),
+    ]
+    for mine, theirs in zip(fetch_packed(sent), sent, strict=True):
+        assert_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("pool", "index", "message"),
+    [
+        (0, (0, 0, 31), "wrote blocks"),
+        (2, (0, 9), "wrote states"),
+        (1, (0, 11), "wrote the zero slot"),
+    ],
+)
+def test_a_write_to_what_nobody_owns_is_seen(
+    pool: int, index: tuple[int, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block or state that is free, or the state that all requests start from."""
+    twin = warm_twin(MODELS["hybrid"], "off")
+    twin.resize(**LARGEST)
+    twin.begin()
+    engine = twin.engine
+    engine.add(list(range(5)), greedy(2))
+    twin.step()
+    step = engine.step
+
+    def stray() -> StepRecord:
+        record = step()
+        engine.caches.tensors()[pool][index] = 1.0
+        return record
+
+    monkeypatch.setattr(engine, "step", stray)
+    with pytest.raises((AssertionError, IntegrityError), match=message):
+        twin.step()
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)

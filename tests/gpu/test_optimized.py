@@ -123,3 +123,19 @@ def test_engines_come_and_go() -> None:
         torch.cuda.synchronize()
         used.append(torch.cuda.memory_allocated())
     assert used[-1] <= used[1]
+
+
+def test_a_dropped_engine_spoils_no_capture() -> None:
+    """Its graphs are freed by the garbage collector, which may run at any moment."""
+    config = model_config("hybrid")
+    often, before = 1, gc.get_threshold()
+    gc.set_threshold(often)
+    try:
+        for _ in range(3):
+            engine = start(config, "all")
+            engine.itself = engine
+            engine.add(text(20), greedy(4))
+            assert {record.mode for record in drain(engine).records} == {"graph"}
+            del engine
+    finally:
+        gc.set_threshold(*before)
