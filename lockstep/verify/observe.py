@@ -139,7 +139,7 @@ class Observer:
                 yield Spot("metadata.MetadataBuilder", name), values
 
     def padding(self, tape: Tape) -> Seen:
-        """List the arrays of a step as they are, padding and all."""
+        """List a step's arrays, padding and all, and which tokens no expert sees."""
         if tape.batch is None:
             return
         spot = Spot("metadata.MetadataBuilder")
@@ -150,6 +150,11 @@ class Observer:
         for name, value in arrays.items():
             plain = value.tolist() if isinstance(value, Tensor) else value
             yield spot._replace(tensor=f"padded {name}"), plain
+        for place, call in tape.calls.items():
+            if place.key == "moe.route":
+                unrouted = (call.results["expert_ids"] < 0).all(1)
+                spot = Spot(place.key, "unrouted tokens", place.layer, turn=place.turn)
+                yield spot, unrouted.tolist()
 
     def calls(self, tape: Tape) -> Seen:
         """List what components returned and wrote."""
