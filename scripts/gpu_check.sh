@@ -5,9 +5,11 @@
 #
 #     scripts/gpu_check.sh [FOLDER FOR RESULTS] [COMMIT] [PART ...]
 #
-# Parts: gpu (tests/gpu), matrix (both engines, whole), triples (many more rows of the
+# Parts: gpu (tests/gpu), card (a full card, alone), matrix (both engines, whole), triples (many more rows of the
 # matrix), spec (every layer on the GPU), mutants (faults that need a GPU), demo, speed
-# (both backends), kernels (each alone). Only where named: i/n, that shard of all rows.
+# (both backends), kernels (each alone). Only where named: i/n, that shard of all rows;
+# sanitizer (needs compute-sanitizer); packages (kernels of mamba_ssm and causal_conv1d,
+# looked for in build/packages); certificates; ladder; claims.
 set -euo pipefail
 out=${1:-benchmarks/results}
 commit=${2:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
@@ -15,7 +17,9 @@ parts=${*:3}
 export PYTHONPATH=. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 mkdir -p "$out"
 
-wanted() { [ -z "$parts" ] || [[ " $parts " == *" $1 "* ]]; }
+named() { [[ " $parts " == *" $1 "* ]]; }
+
+wanted() { [ -z "$parts" ] || named "$1"; }
 
 quiet() { grep -av -e 'capturing graphs' -e pytest_benchmark -e 'warner(' || true; }
 
@@ -35,15 +39,29 @@ PY
     status=0
     if wanted gpu; then
         echo "== tests/gpu"
-        python3 -m pytest -m gpu tests/gpu -q -n 8 --durations=3 \
-            --ignore tests/gpu/test_full_card.py 2>&1 | quiet || status=1
+        python3 -m pytest -m gpu tests/gpu -q -n 12 --durations=3 \
+            --ignore tests/gpu/test_full_card.py \
+            --ignore tests/gpu/test_mamba_ssm.py 2>&1 | quiet || status=1
+    fi
+    if wanted card; then
         # It leaves no memory for others.
+        echo "== tests/gpu/test_full_card.py"
         python3 -m pytest -m gpu tests/gpu/test_full_card.py -q 2>&1 | quiet || status=1
+    fi
+    if named packages; then
+        echo "== tests/gpu/test_mamba_ssm.py"
+        LOCKSTEP_TEST_DEVICE=cuda PYTHONPATH=.:build/packages python3 -m pytest -m gpu \
+            tests/gpu/test_mamba_ssm.py -q -n 6 --durations=3 2>&1 | quiet || status=1
     fi
     if wanted matrix; then
         echo "== tests/equivalence/test_engine.py on the GPU"
         LOCKSTEP_MATRIX_DEVICE=cuda python3 -m pytest -q -n 8 \
             tests/equivalence/test_engine.py 2>&1 | quiet || status=1
+    fi
+    if named sanitizer; then
+        echo "== compute-sanitizer"
+        python3 scripts/sanitize.py --commit "$commit" --jobs 14 \
+            --output "$out/sanitizer.json" 2>&1 | quiet || status=1
     fi
     for shard in triples $(grep -o '[0-9]*/[0-9]*' <<< "$parts" || true); do
         if wanted "$shard"; then
@@ -60,7 +78,7 @@ PY
     fi
     if wanted mutants; then
         echo "== faults that need a GPU"
-        python3 scripts/mutants.py --gpu --jobs 2 2>&1 | quiet || status=1
+        python3 scripts/mutants.py --gpu --jobs 5 2>&1 | quiet || status=1
     fi
     if wanted demo; then
         echo "== lockstep demo"
@@ -74,6 +92,16 @@ if wanted speed; then
         --output "$out/backend_speed_cuda.json"
 fi
 if wanted kernels; then
-    python3 -m benchmarks.kernels "$out/kernels.json"
+    python3 -m benchmarks.kernels --commit "$commit" "$out/kernels.json"
+fi
+if named certificates; then
+    python3 scripts/certificates.py --device cuda --jobs 7 --commit "$commit" \
+        --output "$out/certificates"
+fi
+if named ladder; then
+    python3 -m lockstep ladder --device cuda --commit "$commit" --output "$out"
+fi
+if named claims; then
+    python3 -m benchmarks.claims --commit "$commit" --output "$out"
 fi
 grep -q 'status 0' "$out/gpu_tests.txt"
