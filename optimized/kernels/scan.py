@@ -95,6 +95,7 @@ def scan_decode(
     y = x.new_empty(x.shape)
     tile = min(_DECODE_DIMS, triton.next_power_of_2(config.head_dim))
     tiles = triton.cdiv(config.head_dim, tile)
+    columns = triton.next_power_of_2(config.state_size)
     low, high = config.time_step_limit
     _decode_kernel[(tiles * config.num_heads, len(x))](
         *(x, dt, B, C, y),
@@ -109,11 +110,11 @@ def scan_decode(
         **_shape(config),
         WIDE=wide_dtype(x),
         TILE_P=tile,
-        TILE_N=triton.next_power_of_2(config.state_size),
+        TILE_N=columns,
         num_warps=_DECODE_WARPS,
-        # Lanes that add up float64 give it to each other through memory. With a product
-        # fused into the sum, each would round its own.
-        enable_fp_fusion=x.element_size() < 8,
+        # Lanes of one entry each would fuse their own product into the sum that all of
+        # them come to, and round it apart.
+        enable_fp_fusion=x.element_size() < 8 and tile * columns > 32 * _DECODE_WARPS,
     )
     return y
 
@@ -205,6 +206,8 @@ def _settle(
         TILE_H=tile_h,
         # No more lanes than entries, or several would write each.
         num_warps=max(1, min(4, size * tile_h // 128)),
+        # As in decode: lanes agree on what they add up.
+        enable_fp_fusion=False,
     )
     return settled
 
