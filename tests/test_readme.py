@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -59,6 +60,21 @@ def test_the_commands_run() -> None:
             assert [each.rstrip() for each in done.stdout.splitlines()] == [
                 each.rstrip() for each in shown.splitlines()
             ]
+
+
+def test_speeds_are_those_measured() -> None:
+    """Every row of the table, and none besides."""
+    ours, peers = (
+        json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        for name in ("h200_workloads", "peers_h200")
+    )
+    expected = [
+        f"| {shape} | {name} | {cell['median_s']:.4f} | {cell['share_of_floor']:.0%} | "
+        f"{peers['rows'][shape][name]['best_peer_s']:.4f} |"
+        for shape, cells in ours["rows"].items()
+        for name, cell in cells.items()
+    ]
+    assert re.findall(r"^\| (?:nano3|dense4b) .*$", README, re.M) == expected
 
 
 def test_links_lead_somewhere() -> None:
