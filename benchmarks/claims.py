@@ -9,6 +9,7 @@ such forms, and measures here what it is about; what is not equal is not timed.
 * *tiles*: the convolution of a prefill in tiles of several sizes.
 * *bookkeeping*: a step's tables, index arrays and copies in loops, or all at once.
 * *graphs*: a prefill that stores states, run eagerly or as a graph.
+* *streams*: shared experts of a prefill beside the routed ones, or before them.
 
 On a CPU a tiny model goes through the same, but for what takes a GPU.
 
@@ -61,6 +62,8 @@ CLAIMS = {
     "max_requests make a graphed prefill of a Nemotron nano model 30 % faster",
     "graphs": "Megatron-LM pull request 3922: a prefill that stores states can be a "
     "graph",
+    "streams": "Megatron-LM pull request 4764: shared experts are hidden behind routed "
+    "ones on a stream of their own",
     "bookkeeping": "Megatron-LM pull request 3922: a step of 8 prompts that store 2 "
     "states each reads from the device about 3 times instead of about 24",
 }
@@ -167,6 +170,7 @@ class Bench:
         graphs: str,
         components: dict[str, Any] | None = None,
         max_requests: int | None = None,
+        side_stream: bool = False,
     ) -> Any:
         """Build an engine whose padded shapes are those of some prefills alone."""
         most = max(prompts)
@@ -177,6 +181,7 @@ class Bench:
             num_blocks=8 * most * max(1, self.prompt_tokens // 128),
             snapshot_slots=3 * most,
             graphs=graphs,  # type: ignore[arg-type]
+            side_stream=side_stream,
         )
         config = settle_options(config, "optimized", self.device)
         sizes = plan_memory(self.config, config, self.device, self.dtype)
@@ -280,6 +285,19 @@ def graphs(bench: Bench) -> Iterator[Row]:
     most = max(prompts)
     builds = {mode: partial(bench.build, prompts, mode, {}, most) for mode in modes}
     yield from compare(bench, prompts, builds)
+
+
+def streams(bench: Bench) -> Iterator[Row]:
+    """Compare one stream with two, by graphs."""
+    if not bench.is_cuda:
+        yield {"form": "two streams", "skipped": "streams need a GPU"}
+        return
+    build = partial(bench.build, bench.prompts, "all", {}, max(bench.prompts))
+    forms = {
+        "one stream": build,
+        "shared experts on a side stream": partial(build, True),
+    }
+    yield from compare(bench, bench.prompts, forms)
 
 
 def bookkeeping(bench: Bench) -> Iterator[Row]:
@@ -493,7 +511,12 @@ def main(
         "parts": {},
     }
     bench: Bench | None = None
-    parts = {"staging": staging, "bookkeeping": bookkeeping, "graphs": graphs}
+    parts = {
+        "staging": staging,
+        "bookkeeping": bookkeeping,
+        "graphs": graphs,
+        "streams": streams,
+    }
     for part in found["claims"]:
         if part == "tiles":
             rows = tiles(where)

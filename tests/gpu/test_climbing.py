@@ -61,5 +61,6 @@ def test_every_claim_is_measured(
     assert all(row["mode"] == "graph" for row in parts["staging"])
     assert {row["mode"] for row in parts["graphs"]} == {"graph", "padded", "eager"}
     assert {row["form"] for row in parts["staging"]} == set(claims.STAGING)
+    assert {row["mode"] for row in parts["streams"]} == {"graph"}
     assert all(0 < row["occupancy"] <= 1 for row in parts["tiles"])
     assert all(row["launches"] or row["why_none"] for row in parts["bookkeeping"])
