@@ -10,9 +10,11 @@ How many rows are copied differs: three for each request that might run, three f
 prefill row of the padded shape, or those that hold a state, which the device counts.
 """
 
+# An older form of a module is made of that module's parts.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,21 +23,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.ladder import staging
 from lockstep.batch import BatchMetadata
 from lockstep.config import ModelConfig, Sizes
 from lockstep.interfaces import Components
 from lockstep.memory import Caches
-from lockstep.optimized import model
 from lockstep.parameters import Parameters
-from lockstep.shapes import Logits
 
-#: States that a prefill row stores at most.
-_MOST_SNAPSHOTS = 3
 #: Programs that share the copy of a state, and values that each moves at a time.
 _SHARES, _TILE = 16, 4096
 
 
-class ModelByRequests(model.Model):
+class ModelByRequests(staging.ModelByRequests):
     """Three rows for each request that might run."""
 
     def __init__(
@@ -48,29 +47,7 @@ class ModelByRequests(model.Model):
     ) -> None:
         """Put the copy of each layer behind its scan."""
         self._scan = components.scan_prefill
-        parts = replace(components, scan_prefill=self._scan_prefill)
-        super().__init__(model_config, sizes, parameters, parts, device)
-        self._staging = torch.empty(0)
-        self._layer = 0
-
-    @torch.no_grad()
-    def forward(self, batch: BatchMetadata, caches: Caches) -> Logits:
-        """Run all layers, then copy what they have staged."""
-        if not len(self._staging):
-            layers, _, *state = caches.ssm.shape
-            rows = _MOST_SNAPSHOTS * self.sizes.max_requests
-            self._staging = caches.ssm.new_zeros(layers, rows, *state)
-        self._layer = 0
-        if batch.padded_shape.prefill_requests:
-            self._prepare(batch)
-        logits = super().forward(batch, caches)
-        if batch.padded_shape.prefill_requests:
-            self._commit(batch, caches)
-        return logits
-
-    def _num_rows(self, batch: BatchMetadata) -> int:
-        """Count the rows of staging that a step writes: all."""
-        return self._staging.shape[1]
+        super().__init__(model_config, sizes, parameters, components, device)
 
     def _prepare(self, batch: BatchMetadata) -> None:
         """List the slots that the rows are filled from; the last are padding."""
@@ -92,18 +69,11 @@ class ModelByRequests(model.Model):
         rows = self._staging[self._layer, : len(self._sources)]
         rows.copy_(ssm_states[self._sources])
 
-    def _commit(self, batch: BatchMetadata, caches: Caches) -> None:
-        """Copy the rows that may hold states into slots, all layers at once."""
-        slots = batch.snapshot_slot_ids
-        caches.ssm[:, slots] = self._staging[:, : len(slots)]
-
 
 class ModelByPrefills(ModelByRequests):
     """Three rows for each prefill row of the padded shape."""
 
-    def _num_rows(self, batch: BatchMetadata) -> int:
-        """Count the rows of staging that the shape may need."""
-        return _MOST_SNAPSHOTS * batch.padded_shape.prefill_requests
+    _num_rows = staging.ModelByPrefills._num_rows
 
 
 class ModelByCount(ModelByRequests):
@@ -129,12 +99,7 @@ class ModelByCount(ModelByRequests):
 class ModelWithLoop(ModelByPrefills):
     """Staged states copied one by one, each layer by itself."""
 
-    def _commit(self, batch: BatchMetadata, caches: Caches) -> None:
-        """Read the slots from the device, then copy."""
-        slots = batch.snapshot_slot_ids[: batch.num_snapshots].tolist()
-        for row, slot in enumerate(slots):
-            for layer, staged in zip(caches.ssm, self._staging, strict=True):
-                layer[slot] = staged[row]
+    _commit = staging.ModelWithLoop._commit
 
 
 def copy_rows(

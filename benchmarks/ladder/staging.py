@@ -63,10 +63,14 @@ class ModelByRequests(model.Model):
             layers, _, *state = caches.ssm.shape
             self._staging = caches.ssm.new_zeros(layers, num_rows, *state)
         self._layer = 0
+        self._prepare(batch)
         logits = super().forward(batch, caches)
         if batch.padded_shape.prefill_requests:
             self._commit(batch, caches)
         return logits
+
+    def _prepare(self, batch: BatchMetadata) -> None:
+        """Get ready what all layers use."""
 
     def _num_rows(self, batch: BatchMetadata) -> int:
         """Count the rows of staging that a step writes: all."""
