@@ -10,9 +10,6 @@ How many rows are copied differs: three for each request that might run, three f
 prefill row of the padded shape, or those that hold a state, which the device counts.
 """
 
-# An older form of a module is made of that module's parts.
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from typing import Any
