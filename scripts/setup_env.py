@@ -36,7 +36,7 @@ LEVELS = {
 #: Megabytes that each file's packages take as downloads (Linux x86-64).
 SIZES_MB = {
     "run.txt": 54,
-    "dev.txt": 23,
+    "dev.txt": 47,
     "triton.txt": 188,
     "oracles.txt": 1,
     "types.txt": 65,

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +128,6 @@ def test_a_rung_that_fails_loses_no_other(
     assert "No module named 'no'" in failed["reason"]
 
 
-@pytest.mark.skipif(not find_spec("matplotlib"), reason="plots need matplotlib")
 def test_a_plot_stands_beside(climb: Main, tmp_path: Path) -> None:
     """It is an image of all rungs that were timed."""
     assert climb("--only", "loops") == 0
