@@ -9,7 +9,7 @@ such forms, and measures here what it is about; what is not equal is not timed.
 * *tiles*: the convolution of a prefill in tiles of several sizes.
 * *bookkeeping*: a step's tables, index arrays and copies in loops, or all at once.
 * *graphs*: a prefill that stores states, run eagerly or as a graph.
-* *streams*: shared experts of a prefill beside the routed ones, or before them.
+* *streams*: shared experts beside the routed ones, or before them, also in decode.
 
 On a CPU a tiny model goes through the same, but for what takes a GPU.
 
@@ -90,6 +90,8 @@ TINY: dict[str, Any] = SHAPES["nano3"] | {
 LIMITS = {"large": (512, 128, (1, 8, 16)), "tiny": (32, 4, (1, 2))}
 #: Timed prefills of a form, after some that warm up, which are compared.
 TIMES, WARM_UPS = 10, 2
+#: Steps of a decode that is timed.
+DECODES = 32
 _FORMS = "benchmarks.ladder"
 STAGING: dict[str, dict[str, Any]] = {
     "in place": {},
@@ -171,13 +173,23 @@ class Bench:
         components: dict[str, Any] | None = None,
         max_requests: int | None = None,
         side_stream: bool = False,
+        decodes: int = 0,
     ) -> Any:
-        """Build an engine whose padded shapes are those of some prefills alone."""
+        """Build an engine whose padded shapes are those of some prefills alone.
+
+        Args:
+            prompts: Prompts of each.
+            graphs: As of `EngineConfig`.
+            components: Components that are replaced.
+            max_requests: Requests that might run.
+            side_stream: As of `EngineConfig`.
+            decodes: Steps that decode behind each prefill, which have shapes then.
+        """
         most = max(prompts)
         config = EngineConfig(
             max_requests=max_requests or self.max_requests,
             max_tokens_per_step=most * self.prompt_tokens,
-            max_length=self.prompt_tokens + 1,
+            max_length=self.prompt_tokens + 1 + decodes,
             num_blocks=8 * most * max(1, self.prompt_tokens // 128),
             snapshot_slots=3 * most,
             graphs=graphs,  # type: ignore[arg-type]
@@ -185,7 +197,8 @@ class Bench:
         )
         config = settle_options(config, "optimized", self.device)
         sizes = plan_memory(self.config, config, self.device, self.dtype)
-        shapes = (BatchShape(n * self.prompt_tokens, n, 0) for n in prompts)
+        shapes = [BatchShape(n * self.prompt_tokens, n, 0) for n in prompts]
+        shapes += [BatchShape(n, 0, n) for n in prompts if decodes]
         if sizes.graph_shapes:
             sizes = replace(sizes, graph_shapes=tuple(sorted(shapes)))
         given = self.config, config, sizes, self.parameters, self.device
@@ -223,6 +236,12 @@ class Bench:
         runs = [serve(engine, self.load(prompts), n) for n in range(TIMES + WARM_UPS)]
         return 1e3 * median(run.total for run in runs[WARM_UPS:])
 
+    def time_decode(self, engine: Any, prompts: int) -> float:
+        """Return the median milliseconds of a step that decodes."""
+        load = replace(self.load(prompts), new_tokens=1 + DECODES)
+        runs = [serve(engine, load, n) for n in range(3 + WARM_UPS)]
+        return 1e3 * median(run.seconds["decode"] / DECODES for run in runs[WARM_UPS:])
+
 
 Row = dict[str, Any]
 
@@ -231,6 +250,7 @@ def compare(
     bench: Bench,
     prompts: Sequence[int],
     forms: Mapping[str, Callable[[], Any]],
+    has_decodes: bool = False,
 ) -> Iterator[Row]:
     """Time forms of an engine, of which the first is right.
 
@@ -238,6 +258,7 @@ def compare(
         bench: The model.
         prompts: Prompts of each prefill.
         forms: Build the engines, one after the other, by name.
+        has_decodes: Whether steps that decode are timed, too.
     """
     right: dict[int, Seen] = {}
     base: dict[int, float] = {}
@@ -255,6 +276,8 @@ def compare(
                 continue
             time = bench.time(engine, count)
             row |= {"ms": time, "ratio": time / base.setdefault(count, time)}
+            if has_decodes:
+                row["decode_ms"] = bench.time_decode(engine, count)
             yield row
         del engine
         free(bench.device)
@@ -288,16 +311,15 @@ def graphs(bench: Bench) -> Iterator[Row]:
 
 
 def streams(bench: Bench) -> Iterator[Row]:
-    """Compare one stream with two, by graphs."""
+    """Compare one stream with two."""
+    mode, forms = "all", {"one stream": False, "shared experts on a side stream": True}
     if not bench.is_cuda:
-        yield {"form": "two streams", "skipped": "streams need a GPU"}
-        return
-    build = partial(bench.build, bench.prompts, "all", {}, max(bench.prompts))
-    forms = {
-        "one stream": build,
-        "shared experts on a side stream": partial(build, True),
-    }
-    yield from compare(bench, bench.prompts, forms)
+        yield {"form": "shared experts on a side stream", "skipped": "it needs a GPU"}
+        mode, forms = "padded", {"one stream": False}
+    most = max(bench.prompts)
+    build = partial(bench.build, bench.prompts, mode, {}, most, decodes=DECODES)
+    builds = {name: partial(build, side_stream=on) for name, on in forms.items()}
+    yield from compare(bench, bench.prompts, builds, has_decodes=True)
 
 
 def bookkeeping(bench: Bench) -> Iterator[Row]:

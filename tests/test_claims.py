@@ -58,6 +58,7 @@ def test_each_claim_is_measured_or_says_why_not(measured: dict[str, Any]) -> Non
         if "skipped" in row
     ]
     assert ("tiles", "all") in skipped and ("graphs", "all") in skipped
+    assert all(row["decode_ms"] > 0 for row in measured["parts"]["streams"][1:])
 
 
 def test_loops_read_more_than_what_replaced_them(measured: dict[str, Any]) -> None:
