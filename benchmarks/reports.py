@@ -136,7 +136,7 @@ def draw_claims(found: Mapping[str, Any], path: Path) -> None:
         for turn, form in enumerate(forms):
             mine = {row["work"]: row["ms"] for row in rows if row["form"] == form}
             places = [works.index(work) for work in mine]
-            if len(works) > len(forms):
+            if all(work.isdigit() for work in works):
                 axes.loglog(list(map(int, mine)), [*mine.values()], "o-", label=form)
                 continue
             shifted = [place + (turn + 0.5) / (len(forms) + 1) for place in places]
