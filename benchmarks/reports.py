@@ -103,7 +103,8 @@ def draw_ladder(found: Mapping[str, Any], path: Path) -> None:
         speeds = [row.get(f"{kind}_tokens_per_second", 0) for row in rows]
         bars = axes.barh(places, speeds, 0.38, color=colour, label=kind)
         axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, size=7)
-    axes.set_xscale("log")
+    if rows:
+        axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_formatter("")
     axes.set_yticks(range(len(rows)), [_name(row) for row in rows])
