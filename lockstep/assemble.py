@@ -52,6 +52,8 @@ KERNELS["mamba-ssm"] = KERNELS["triton"] | {
 }
 #: Calls kernels of other packages.
 PACKAGES = "lockstep.optimized.packages"
+#: Programs along the second axis of a launch, on which rows and scan chunks lie.
+MOST_PLACES = 65_535
 #: Where a choice of `EngineConfig` puts another model.
 SIDE_STREAM = {"model.Model": "streams:Model"}
 #: Components that decide and count; all others compute, and graphs must hold them.
@@ -157,6 +159,8 @@ def build_engine(
     )
     if sizes.graph_shapes:
         _check_padding(parts, str(engine_config.graphs))
+    if engine_config.kernels not in (None, "torch"):
+        _check_grid(model_config, sizes)
     if model_config.num_mamba_layers and _keys_within(PACKAGES, parts):
         dtype, kv_dtype = parameters.embedding.dtype, engine_config.kv_dtype
         windows = dtype if kv_dtype == "auto" else torch_dtype(kv_dtype)
@@ -200,6 +204,19 @@ def _check_padding(parts: Components, graphs: str) -> None:
             f"graphs={graphs!r} cannot hold {', '.join(rows)} of other packages: they "
             "take one row at a time, and the host reads where it ends; use "
             'graphs="decode" or "off"'
+        )
+
+
+def _check_grid(model_config: ModelConfig, sizes: Sizes) -> None:
+    """Refuse steps of more rows or scan chunks than a launch has places for."""
+    # A prompt stores three states at most, besides its last.
+    rows, chunk = 4 * sizes.max_requests, sizes.scan_chunk_size
+    chunks = sizes.max_requests + sizes.max_tokens_per_step // chunk
+    if max(rows, chunks * bool(model_config.num_mamba_layers)) > MOST_PLACES:
+        raise ConfigError(
+            f"a step may have {rows} rows and states, and {chunks} scan chunks of "
+            f"{chunk} tokens; kernels take {MOST_PLACES} of either: lower max_requests or "
+            'max_tokens_per_step, or use kernels="torch"'
         )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from lockstep import LLM, EngineConfig
+from lockstep.assemble import _check_grid
 from lockstep.config import NOT_OFFERED, engine_options
 from lockstep.errors import (
     ConfigError,
@@ -46,6 +48,24 @@ def configure(**options: Any) -> EngineConfig:
 def settle(**options: Any) -> Any:
     """Settle the sizes of an engine for the tiny model."""
     return plan_memory(MODEL, configure(**options), CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        ({"max_tokens_per_step": 16 * 65_531}, True),
+        ({"max_tokens_per_step": 16 * 65_532}, False),
+        ({"max_requests": 16_383}, True),
+        ({"max_requests": 16_384}, False),
+    ],
+)
+def test_a_step_too_large_for_a_launch(options: dict[str, Any], fits: bool) -> None:
+    """Rows and scan chunks are counted before anything is launched."""
+    small = {"max_requests": 4, "num_blocks": 8, "snapshot_slots": 0}
+    sizes = settle(**{**small, "scan_chunk_size": 16, **options})
+    refusal = pytest.raises(ConfigError, match="kernels take 65535 of either")
+    with nullcontext() if fits else refusal:
+        _check_grid(MODEL, sizes)
 
 
 # Not offered.
