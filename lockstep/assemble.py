@@ -215,8 +215,8 @@ def _check_grid(model_config: ModelConfig, sizes: Sizes) -> None:
     if max(rows, chunks * bool(model_config.num_mamba_layers)) > MOST_PLACES:
         raise ConfigError(
             f"a step may have {rows} rows and states, and {chunks} scan chunks of "
-            f"{chunk} tokens; kernels take {MOST_PLACES} of either: lower max_requests or "
-            'max_tokens_per_step, or use kernels="torch"'
+            f"{chunk} tokens; kernels take {MOST_PLACES} of either: lower "
+            'max_requests or max_tokens_per_step, or use kernels="torch"'
         )
 
 
