@@ -246,6 +246,23 @@ def test_workloads_grow_until_the_limit(
     assert seen.count(64) == (serving.RUNS + 1 if kept == 64 else 0)
 
 
+@pytest.mark.parametrize("compiled", [4, 16, 64])
+def test_compiling_makes_no_workload_shorter(
+    monkeypatch: pytest.MonkeyPatch, compiled: int
+) -> None:
+    """A first run at a size that takes long once is neither kept nor the end."""
+    load, seen = Load(1, 64, 16), list[int]()
+
+    def serve(engine: Any, load: Load, seed: int = 0) -> Served:
+        seen.append(load.prompt_tokens)
+        is_slow = load.prompt_tokens == compiled and seen.count(compiled) == 1
+        return Served(load, seconds={"prefill": 100.0 if is_slow else 1.0})
+
+    monkeypatch.setattr(serving, "serve", serve)
+    served = serving.serve_within(None, load, limit=9.0)
+    assert (served.load.prompt_tokens, served.total) == (64, 1.0)
+
+
 @pytest.mark.parametrize(
     ("device", "threads", "clock"),
     [("cpu", 1, "process time"), ("cpu", 2, "wall time"), ("cuda", 1, "wall time")],
