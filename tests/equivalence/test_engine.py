@@ -225,3 +225,5 @@ def test_only_ties_are_left_open() -> None:
         ties.compare(1, 0, logprobs, greedy(), 5, bound=0.0001)
     with pytest.raises(AssertionError, match="2 of 2 tokens are ties"):
         Ties(tokens=2, ties=2).report(lambda *_: None, "float32")
+    with pytest.raises(AssertionError, match="token 2, not 0, at 5"):
+        ties.compare(2, 0, logprobs, greedy(), 5, bound=0.01)
