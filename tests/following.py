@@ -178,6 +178,8 @@ class Twin:
         names = ("max_tokens_per_step", "num_blocks", "snapshot_slots")
         changes = {name: options[name] for name in names}
         assert all(n <= getattr(self.largest, name) for name, n in changes.items())
+        kept = {name: n for name, n in options.items() if name not in names}
+        assert all(getattr(self.largest, name, n) == n for name, n in kept.items())
         engine.engine_config = config = replace(engine.engine_config, **options)
         engine.sizes = sizes = replace(self.largest, **changes)
         engine.blocks = parts.BlockPool(sizes.num_blocks, config.eviction)
@@ -232,9 +234,10 @@ class Twin:
         for name, pool in zip(("blocks", "conv windows", "states"), kept, strict=True):
             is_written = f"step {record.step} wrote {name} that nobody owns"
             assert bool(pool.isnan().all()), is_written
-        zero = self.engine.sizes.zero_slot
+        # Rows of padding start from that of the sizes that the engine was built with.
+        zeros = [self.engine.sizes.zero_slot, self.largest.zero_slot]
         for pool in (caches.conv, caches.ssm):
-            assert not pool[:, zero].any(), f"step {record.step} wrote the zero slot"
+            assert not pool[:, zeros].any(), f"step {record.step} wrote the zero slot"
         freed = now - idle
         if freed != Unowned():
             poison(self.engine.caches, list(freed.blocks), list(freed.slots))

@@ -190,6 +190,28 @@ def test_a_write_to_what_nobody_owns_is_seen(
         twin.step()
 
 
+def test_padding_that_writes_the_zero_slot_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also on an engine that now has another zero slot than it was built with."""
+    row = Row("hybrid", "evicted", BLOCK, "prefill", False, "padded")
+    twin = warm_twin(row.config, row.graphs)
+    twin.resize(**options(row))
+    assert twin.engine.sizes.zero_slot < twin.largest.zero_slot
+    twin.begin()
+    twin.engine.add(list(range(5)), greedy(2))
+    step = twin.engine.step
+
+    def stray() -> StepRecord:
+        record = step()
+        twin.engine.caches.ssm[:, twin.largest.zero_slot] = 1.0
+        return record
+
+    monkeypatch.setattr(twin.engine, "step", stray)
+    with pytest.raises(AssertionError, match="wrote the zero slot"):
+        twin.step()
+
+
 @pytest.mark.parametrize("graphs", GRAPHS)
 def test_a_resized_engine_is_one_built_so(graphs: str) -> None:
     """Small pools and budgets that were not there when it was built are kept to."""
