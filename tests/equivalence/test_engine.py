@@ -12,11 +12,13 @@ import os
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
 
 from lockstep.errors import IntegrityError
+from lockstep.memory import Caches
 from lockstep.plan import BatchShape
 from lockstep.trace import StepRecord
 from tests.engines import greedy
@@ -212,6 +214,65 @@ def test_padding_that_writes_the_zero_slot_is_seen(
         twin.step()
 
 
+Spoil = Callable[[Caches, StepRecord], None]
+
+
+def spoil_states(caches: Caches, record: StepRecord) -> None:
+    """Exchange the heads of each row's state."""
+    slots = [row.slot_id for row in record.rows]
+    caches.ssm[:, slots] = caches.ssm[:, slots].flip(2)
+
+
+def spoil_stored_states(caches: Caches, record: StepRecord) -> None:
+    """Exchange the heads of each state that is stored."""
+    slots = [each.slot_id for row in record.rows for each in row.snapshots]
+    caches.ssm[:, slots] = caches.ssm[:, slots].flip(2)
+
+
+def spoil_windows(caches: Caches, record: StepRecord) -> None:
+    """Move each row's window on by a token."""
+    slots = [row.slot_id for row in record.rows]
+    caches.conv[:, slots] = caches.conv[:, slots].roll(1, -1)
+
+
+def spoil_values(caches: Caches, record: StepRecord) -> None:
+    """Exchange the heads of the value that each row computed last."""
+    for row in record.rows:
+        block, place = divmod(row.end - 1, BLOCK)
+        value = caches.kv[1, :, row.block_table[block], place]
+        caches.kv[1, :, row.block_table[block], place] = value.flip(1)
+
+
+SPOILS: dict[str, Spoil] = {
+    "SSM state": spoil_states,
+    "SSM state stored": spoil_stored_states,
+    "conv window": spoil_windows,
+    "K/V": spoil_values,
+}
+
+
+@pytest.mark.parametrize("kept", SPOILS)
+@pytest.mark.parametrize("model", ["hybrid", *SHORT_MODELS])
+def test_what_is_kept_wrong_is_seen_in_any_dtype(
+    model: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, in what is kept itself, before a log-probability shows it."""
+    row = Row(model, "warm", ALL, "decode", False, "off")
+    twin = warm_twin(row.config, row.graphs)
+    twin.resize(**options(row))
+    step = twin.engine.step
+
+    def spoiled(**given: Any) -> StepRecord:
+        record = step(**given)
+        SPOILS[kept](twin.engine.caches, record)
+        return record
+
+    monkeypatch.setattr(twin.engine, "step", spoiled)
+    name = kept.removesuffix(" stored")
+    with pytest.raises(AssertionError, match=f"^{name}: .* roundoffs"):
+        follow(recorded(row), twin, Ties(), planned=False)
+
+
 @pytest.mark.parametrize("graphs", GRAPHS)
 def test_a_resized_engine_is_one_built_so(graphs: str) -> None:
     """Small pools and budgets that were not there when it was built are kept to."""
@@ -243,9 +304,9 @@ def test_only_ties_are_left_open() -> None:
     logprobs, ties = torch.tensor([-1.0, -1.001, -3.0]), Ties()
     ties.compare(1, 0, logprobs, greedy(), 5, bound=0.01)
     assert (ties.tokens, ties.ties) == (1, 1)
+    with pytest.raises(AssertionError, match="token 2, not 0, at 5"):
+        ties.compare(2, 0, logprobs, greedy(), 5, bound=0.01)
     with pytest.raises(AssertionError, match="token 1, not 0, at 5"):
         ties.compare(1, 0, logprobs, greedy(), 5, bound=0.0001)
     with pytest.raises(AssertionError, match="2 of 2 tokens are ties"):
         Ties(tokens=2, ties=2).report(lambda *_: None, "float32")
-    with pytest.raises(AssertionError, match="token 2, not 0, at 5"):
-        ties.compare(2, 0, logprobs, greedy(), 5, bound=0.01)
