@@ -217,10 +217,10 @@ class Twin:
 
         What nobody owned before and after must not have changed.
         """
+        self._drawn = self._drawn[:0]
         record = self.engine.step(**given)
         assert not record.interrupted and not record.failed, str(record.failed)
         taken = to_host(record, _look_at(self.engine), self._drawn)
-        self._drawn = self._drawn[:0]
         record, state, (self.drawn,) = taken
         self._check_memory(record, state.caches)
         return record, state
