@@ -48,6 +48,15 @@ class Rates(NamedTuple):
 H200 = Rates(4.42e12, 4.30e12, 790e12)
 
 
+def choose_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Return a machine's rates: those known of an H200 in 16 bits, others measured."""
+    if device.type == "cuda" and dtype.itemsize == 2:
+        # A word of its own: a GH200 is another machine.
+        if "H200" in torch.cuda.get_device_name(device).split():
+            return H200
+    return measure_rates(device, dtype)
+
+
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Measure a machine's rates, each as the best of several runs."""
     size = 2**13 if device.type == "cuda" else 2**10
@@ -89,7 +98,8 @@ class Counts(NamedTuple):
         num_moe: Layers with experts.
         state_bytes: State of one request, all layers: SSM states and conv windows.
         kv_bytes: K/V of one token, all layers.
-        scan_flops: Operations of the scan for one token, all layers.
+        scan_flops: Operations of the recurrence for one token, all layers.
+        chunk_flops: What the scan of a prefill computes besides, within chunks.
         attention_flops: Operations of attention for one token and position.
         num_bytes: Bytes of a weight.
     """
@@ -102,7 +112,8 @@ class Counts(NamedTuple):
     num_moe: int
     state_bytes: int
     kv_bytes: int
-    scan_flops: float
+    scan_flops: int
+    chunk_flops: int
     attention_flops: int
     num_bytes: int = 2
 
@@ -116,18 +127,16 @@ def count(config: ModelConfig, num_bytes: int = 2) -> Counts:
     """
     hidden, pattern = config.hidden_size, config.layer_pattern
     num = {letter: pattern.count(letter) for letter in "M*-E"}
-    mamba = attention = mlp = shared = expert = state = kv = scan = pairs = 0
+    mamba = attention = mlp = shared = expert = state = kv = scan = chunk = pairs = 0
     if config.mamba is not None:
         m = config.mamba
         mamba = hidden * (m.inner_size + m.conv_channels + m.num_heads)
         mamba += m.inner_size * hidden
         state = m.inner_size * m.state_size * 4
         state += m.conv_channels * (m.conv_window + 1) * num_bytes
-        # Within a chunk half of the pairs count; states are written and read once.
-        scan = m.num_heads * (
-            m.scan_chunk_size * (m.state_size + m.head_dim)
-            + 4 * m.head_dim * m.state_size
-        )
+        # States are written and read once; within a chunk half of the pairs count.
+        scan = 4 * m.inner_size * m.state_size
+        chunk = m.num_heads * m.scan_chunk_size * (m.state_size + m.head_dim)
     if config.attention is not None:
         a = config.attention
         attention = hidden * (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
@@ -155,6 +164,7 @@ def count(config: ModelConfig, num_bytes: int = 2) -> Counts:
         state_bytes=num["M"] * state,
         kv_bytes=num["*"] * kv,
         scan_flops=num["M"] * scan,
+        chunk_flops=num["M"] * chunk,
         attention_flops=num["*"] * pairs,
         num_bytes=num_bytes,
     )
@@ -185,8 +195,9 @@ def step_seconds(
     read = (c.num_bytes * weights + context * c.kv_bytes) / rates.read
     copied = 2 * rows * c.state_bytes / rates.copy
     flops = 2 * tokens * (c.dense + c.num_moe * c.top_k * c.expert)
-    flops += 2 * samples * c.head + tokens * c.scan_flops
     is_decode = tokens == rows
+    scan = c.scan_flops + (0 if is_decode else c.chunk_flops)
+    flops += 2 * samples * c.head + tokens * scan
     pairs = context if is_decode else context * tokens / max(rows, 1) / 2
     flops += c.attention_flops * pairs
     return max(read + copied, flops / rates.flops)

@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from benchmarks import reports
 from benchmarks.reference_speed import environment
-from benchmarks.rooflines import H200, count, measure_rates
+from benchmarks.rooflines import choose_rates, count
 from benchmarks.serving import (
     Load,
     choose_clock,
@@ -104,8 +104,7 @@ class Ladder:
         self.compared = self._set_up(torch.float32, **SMALL)
         self.bound = BUDGETS["log-probabilities"] * UNIT_ROUNDOFF[torch.float32]
         self.expected = self._serve_few(Side())
-        own = device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
-        self.rates = H200 if own else measure_rates(device, self.dtype)
+        self.rates = choose_rates(device, self.dtype)
 
     def climb(self, rung: Rung) -> dict[str, Any]:
         """Hold a rung to the reference, then time it."""

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import counting, serving
-from benchmarks.rooflines import H200, count, floor_of
+from benchmarks import counting, rooflines, serving
+from benchmarks.rooflines import H200, choose_rates, count, floor_of, step_seconds
 from benchmarks.serving import Load, Served
 from benchmarks.shapes import GRANITE_350M, SHAPES
 from lockstep import cli, rungs
@@ -293,3 +293,35 @@ def test_floors_follow_the_machine() -> None:
     counts, wide = count(config), count(config, torch.float32.itemsize)
     assert floor_of(counts, workload, slow) == 2 * floor_of(counts, workload)
     assert floor_of(wide, workload) > floor_of(counts, workload)
+
+
+def test_a_decode_scans_no_chunk() -> None:
+    """A longer chunk is more work in a prompt, and none for a token by itself."""
+    fields = GRANITE_350M | {"mamba_chunk_size": 128}
+    half, whole = (count(read_model_config(each)) for each in (fields, GRANITE_350M))
+    slow = H200._replace(flops=1.0)
+    for num_tokens, is_equal in ((8, True), (64, False)):
+        short, long = (
+            step_seconds(each, num_tokens, 8, 512, 8, slow) for each in (half, whole)
+        )
+        assert (short == long) is is_equal
+        assert short <= long
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "is_known"),
+    [
+        ("NVIDIA H200", torch.bfloat16, True),
+        ("NVIDIA H200", torch.float32, False),
+        ("NVIDIA GH200 480GB", torch.bfloat16, False),
+    ],
+)
+def test_rates_are_of_the_machine_and_the_dtype(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, is_known: bool
+) -> None:
+    """Those of one H200 in 16 bits are of nothing else, for which they are measured."""
+    measured = H200._replace(flops=1.0)
+    monkeypatch.setattr(rooflines, "measure_rates", lambda *given: measured)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    rates = choose_rates(torch.device("cuda"), dtype)
+    assert rates == (H200 if is_known else measured)
