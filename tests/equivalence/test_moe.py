@@ -62,14 +62,20 @@ def apply(
     return load(side, "moe").apply_experts(hidden, ids, weights, *parameters, config)
 
 
-def compare(hidden: Tensor, ids: Tensor, weights: Tensor, config: MoeConfig) -> None:
+def compare(
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    config: MoeConfig,
+    budget: str = "experts",
+) -> None:
     """Hold what experts add up to to the budget of its dtype, against float64."""
     actual = apply("optimized", hidden, ids, weights, config)
     up, down = (matrix.double() for matrix in matrices(config, hidden.dtype))
     moe = load("reference", "moe")
     exact = moe.apply_experts(hidden.double(), ids, weights.double(), up, down, config)
     assert actual.dtype == hidden.dtype
-    assert_budgeted("experts", actual, exact)
+    assert_budgeted(budget, actual, exact)
 
 
 def inputs(count: int, config: MoeConfig, dtype: torch.dtype) -> Tensor:
@@ -133,7 +139,9 @@ def test_any_load(data: st.DataObject, num_experts: int, count: int) -> None:
     ids = torch.tensor(filled, dtype=torch.int64).view(count, top_k)
     config = replace(MOE, num_experts=num_experts, top_k=top_k)
     weights = randn(count, top_k, seed=count)
-    compare(inputs(count, config, torch.float32), ids, weights, config)
+    hidden = inputs(count, config, torch.float32)
+    # One token's sum may be small for what it is made of.
+    compare(hidden, ids, weights, config, "few_experts")
 
 
 @pytest.mark.parametrize("limit", [1, 200, 2000])
