@@ -34,6 +34,7 @@ from unittest.mock import patch
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -45,7 +46,9 @@ from benchmarks.shapes import SHAPES
 from lockstep import EngineConfig, RandomWeights
 from lockstep.assemble import build_engine, settle_options
 from lockstep.config import ModelConfig
+from lockstep.errors import ConfigError
 from lockstep.families import read_model_config
+from lockstep.llm import find_device
 from lockstep.memory import plan_memory, torch_dtype
 from lockstep.parameters import make_parameters
 from lockstep.plan import BatchShape
@@ -292,11 +295,12 @@ def staging(bench: Bench) -> Iterator[Row]:
         yield {"form": "by a device count", "skipped": "it needs Triton"}
     builds = {n: partial(bench.build, prompts, mode, p) for n, p in forms.items()}
     for row in compare(bench, prompts, builds):
-        rows_for = {
+        staged = {
             "in place": 0,
-            "by max_requests": bench.max_requests,
-        }.get(row["form"], int(row["work"].split()[0]))
-        yield row | {"staged_rows": 3 * rows_for, "max_requests": bench.max_requests}
+            "by max_requests": 3 * bench.max_requests,
+            "by a device count": row["stored_states"],
+        }.get(row["form"], 3 * int(row["work"].split()[0]))
+        yield row | {"staged_rows": staged, "max_requests": bench.max_requests}
 
 
 def graphs(bench: Bench) -> Iterator[Row]:
@@ -497,7 +501,8 @@ def show(found: dict[str, Any]) -> None:
                 if key not in known and value not in (None, "")
             ]
             numbers = (f"{row[key]:.4g}" if key in row else "" for key in known[2:4])
-            cells = part, row["form"], row.get("work", ""), *numbers, ", ".join(more)
+            text = escape(", ".join(more))
+            cells = part, row["form"], row.get("work", ""), *numbers, text
             table.add_row(*cells)
     console.print(table)
 
@@ -506,7 +511,7 @@ def main(
     shape: Annotated[
         str | None, typer.Option(help="nano3, dense4b or tiny; by the device")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     only: Annotated[list[str] | None, typer.Option(help=", ".join(CLAIMS))] = None,
     commit: Annotated[
         str | None, typer.Option(help="the commit, where git cannot say")
@@ -516,10 +521,19 @@ def main(
     ] = None,
 ) -> None:
     """Measure all parts, and write them to one file as each is done."""
-    where = torch.device(device)
-    shape = shape or ("nano3" if where.type == "cuda" else "tiny")
-    is_tiny = shape == "tiny"
-    model = read_model_config({**SHAPES, "tiny": TINY}[shape])
+    try:
+        where = find_device(device)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    shape, shapes = shape or _own_shape(where), {**SHAPES, "tiny": TINY}
+    # Steps are counted in the last part alone: no profiler is there before.
+    chosen = [name for name in CLAIMS if not only or name in only]
+    for name, known in (shape, shapes), *((part, CLAIMS) for part in only or ()):
+        if name not in known:
+            raise typer.BadParameter(
+                f"there is no {name}; known are {', '.join(known)}"
+            )
+    is_tiny, model = shape == "tiny", read_model_config(shapes[shape])
     found: dict[str, Any] = {
         "environment": environment(where, commit) | {"triton": _version("triton")},
         "shape": shape,
@@ -529,7 +543,7 @@ def main(
             "ratio": "milliseconds beside those of the first form, which is today's",
             "ms": "median of whole steps, or of the kernels of a convolution",
         },
-        "claims": {name: CLAIMS[name] for name in only or CLAIMS},
+        "claims": {name: CLAIMS[name] for name in chosen},
         "parts": {},
     }
     bench: Bench | None = None
@@ -555,11 +569,17 @@ def main(
         except Exception as error:
             # What was measured before is not lost.
             taken.append({"form": "", "failed": f"{type(error).__name__}: {error}"})
+        free(where)
         reports.write(found, "claims", where, output, reports.draw_claims, notes)
     show(found)
     every = [row for rows in found["parts"].values() for row in rows]
     if any("unequal" in row or "failed" in row for row in every):
         raise typer.Exit(1)
+
+
+def _own_shape(device: torch.device) -> str:
+    """Choose a shape by the device."""
+    return "nano3" if device.type == "cuda" else "tiny"
 
 
 def _version(name: str) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,7 +73,7 @@ def test_loops_read_more_than_what_replaced_them(measured: dict[str, Any]) -> No
 
 
 def test_staging_is_as_long_as_its_form_says(measured: dict[str, Any]) -> None:
-    """Three rows for each request, or for each padded prompt."""
+    """Three rows for each request or padded prompt, or one for each state."""
     rows = [row for row in measured["parts"]["staging"] if "ms" in row]
     for row in rows:
         prompts = int(row["work"].split()[0])
@@ -79,7 +81,7 @@ def test_staging_is_as_long_as_its_form_says(measured: dict[str, Any]) -> None:
             "in place": 0,
             "by max_requests": 3 * row["max_requests"],
             "by padded prompts": 3 * prompts,
-            "by a device count": 3 * prompts,
+            "by a device count": row["stored_states"],
         }
         assert row["staged_rows"] == expected[row["form"]]
 
@@ -99,6 +101,52 @@ def test_what_is_wrong_is_not_timed(
     wrong = [r for r in json.loads(text)["parts"]["staging"] if "unequal" in r]
     assert {row["form"] for row in wrong} == {"by padded prompts"}
     assert not any("ms" in row for row in wrong)
+
+
+def test_what_failed_leaves_its_memory_to_others(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its engine is gone, garbage in cycles too, before the next part begins."""
+    engines: list[weakref.ref[Any]] = []
+
+    def see(bench: Any, engine: Any, prompts: int) -> Any:
+        engines.append(weakref.ref(engine))
+        raise RuntimeError("no [/file]")
+
+    def write(*given: Any) -> None:
+        assert [engine() for engine in engines] == [None]
+
+    monkeypatch.setattr(claims.Bench, "see", see)
+    monkeypatch.setattr(claims.reports, "write", write)
+    gc.disable()
+    try:
+        with pytest.raises(claims.typer.Exit):
+            claims.main(device="cpu", only=["graphs"], output=tmp_path)
+    finally:
+        gc.enable()
+    assert engines
+
+
+def test_what_counts_comes_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Parts are measured in their own order, however they are named."""
+    for part in ("bookkeeping", "graphs"):
+        monkeypatch.setattr(claims, part, lambda bench: iter([]))
+    claims.main(device="cpu", only=["bookkeeping", "tiles", "graphs"], output=tmp_path)
+    text = (tmp_path / "claims_cpu.json").read_text(encoding="utf-8")
+    assert list(json.loads(text)["parts"]) == ["tiles", "graphs", "bookkeeping"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"device": "cpu", "only": ["tile"]}, {"device": "cpu", "shape": "nano"}]
+    + [{"device": "gpu"}],
+)
+def test_unknown_names_are_refused(given: dict[str, Any]) -> None:
+    """The error says what is known."""
+    with pytest.raises(claims.typer.BadParameter, match="known are|use auto"):
+        claims.main(**given)
 
 
 STAGING = [
