@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def test_a_report_is_summed_up(tmp_path: Path) -> None:
     """Counts over all rows that ended, and which of them failed, with the reason."""
     (tmp_path / "report.xml").write_text(REPORT)
     found = gpu_matrix.read(tmp_path / "report.xml")
-    assert found["rows"] == {"run": 3, "passed": 1, "failed": 2}
+    rows = {"run": 3, "passed": 1, "failed": 2, "unfinished": 1}
+    assert found["rows"] == rows
     assert found["steps"] == {"off": 9} and found["tokens"] == {"float32": 3}
     assert found["failed"] == [
         "test_row[b-padded]: token 1, not 0",
@@ -50,6 +52,73 @@ def test_what_is_no_shard_of_it_is_refused(shard: str) -> None:
     """Another division of the matrix, or none at all."""
     with pytest.raises(SystemExit, match="no part of the same matrix|neither i/n"):
         gpu_matrix.check({"shards": {"0/2": {}}}, shard)
+
+
+class Pytest:
+    """Stands in for a process that writes a report, or is still busy with its rows."""
+
+    def __init__(self, status: int | None, report: str, is_slow: bool = False) -> None:
+        """Say with what it ends, and what it writes; a slow one writes when stopped."""
+        self.status, self.report, self.is_slow = status, report, is_slow
+
+    def __call__(self, command: list[str], **_: Any) -> Pytest:
+        """Start."""
+        (path,) = (each for each in command if each.startswith("--junit-xml="))
+        self.path = Path(path.partition("=")[2])
+        if not self.is_slow:
+            self.write()
+        return self
+
+    def write(self) -> None:
+        """Write the report, if there is any."""
+        if self.report:
+            self.path.write_text(self.report)
+
+    def wait(self, limit: float) -> int | None:
+        """End, unless it is slow."""
+        if self.is_slow:
+            raise subprocess.TimeoutExpired("pytest", limit)
+        return self.status
+
+    def send_signal(self, _: int) -> None:
+        """Write what there is."""
+        self.write()
+
+    def poll(self) -> int | None:
+        """Say how it ended."""
+        return self.status
+
+    def kill(self) -> None:
+        """End in any case."""
+
+
+ROW = """<testcase name="test_row[a]"><properties>
+<property name="steps of off" value="7"/></properties></testcase>"""
+LOST = '<testcase name="test_row[b]"/>'
+
+
+@pytest.mark.parametrize(
+    ("process", "is_complete"),
+    [
+        (Pytest(0, ROW), True),
+        (Pytest(1, ROW), True),
+        (Pytest(0, f"<suite>{ROW}{LOST}</suite>"), False),
+        (Pytest(2, ROW), False),
+        (Pytest(None, ROW, is_slow=True), False),
+    ],
+)
+def test_only_a_shard_of_which_every_row_ended_is_complete(
+    process: Pytest, is_complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is lost, an early end, and one that comes late are all told."""
+    monkeypatch.setattr(gpu_matrix.subprocess, "Popen", process)
+    found = gpu_matrix.run("0/2", "cpu", 1, 0, "")
+    assert found["is_complete"] is is_complete
+    assert found["rows"]["passed"] == 1
+    assert not gpu_matrix.run("0/2", "cpu", 1, 0, "moe")["is_complete"]
+    process.report = ""
+    with pytest.raises(SystemExit, match="left no report"):
+        gpu_matrix.run("0/2", "cpu", 1, 0, "")
 
 
 def test_a_shard_is_run_and_merged(tmp_path: Path) -> None:
