@@ -18,7 +18,7 @@ from benchmarks.ladder import large_tiles, staged_copies
 from lockstep.optimized.kernels import conv1d
 from tests.engines import CPU, greedy, make_engine
 from tests.factories import model_config
-from tests.tolerances import assert_equal
+from tests.tolerances import assert_equal, assert_same_order
 
 
 @pytest.fixture
@@ -190,13 +190,15 @@ def test_only_counted_rows_are_copied() -> None:
 @pytest.mark.parametrize("count", [1, 130, 700])
 def test_inputs_of_the_convolution_are_those_of_a_step(count: int) -> None:
     """Rows, chunks and tiles cover all tokens, whatever convolves them."""
-    given = claims.conv_inputs(count, 32, CPU)
+    *tensors, batch = claims.conv_inputs(count, 32, CPU)
+    # In bfloat16, kernels are interpreted wrongly.
+    given: Any = (*(tensor.float() for tensor in tensors), batch)
     tile = large_tiles.Tile(128, 32, 4)
     expected = conv1d.conv_prefill(*given)
     ready = large_tiles.prepare(given[0], *given[3:])
     windows = given[3].clone()
     actual = large_tiles.convolve(*given, tile=tile, prepared=ready)
-    assert bool((actual == expected).double().mean() > 0.9)
+    assert_same_order(actual, expected)
     assert_equal(given[3], windows)
 
 
