@@ -24,6 +24,7 @@ from lockstep.optimized import linear
 from lockstep.parameters import num_parameters
 from tests.engines import CPU, make_engine
 from tests.factories import model_config
+from tests.tolerances import SMALL_PARAMETERS
 
 TINY = ("--device", "cpu", "--prompts", "2", "--prompt-tokens", "8")
 Main = Callable[..., int]
@@ -283,7 +284,7 @@ def test_floors_count_every_weight_once(name: str) -> None:
     weights = counts.dense + counts.num_moe * counts.num_experts * counts.expert
     embeddings = 1 if config.tie_embeddings else 2
     counted = weights + embeddings * counts.head
-    assert counted == pytest.approx(num_parameters(config), rel=2e-3)
+    assert counted == pytest.approx(num_parameters(config), rel=SMALL_PARAMETERS)
 
 
 def test_floors_follow_the_machine() -> None:

@@ -102,6 +102,11 @@ ENGINE_STATES = {
 #: Share of tokens that may be ties in float32, besides one in any test.
 MOST_TIES = 0.01
 
+#: Share by which a profiler's count of kernels may differ from that of their launches.
+LOST_KERNELS = 0.05
+#: Share of a model's parameters that no floor counts: those of norms and the like.
+SMALL_PARAMETERS = 2e-3
+
 #: A test model is a witness if a wrong state moves its log-probabilities by this many
 #: times the widest tolerance on them.
 WITNESS_FACTOR = 100
