@@ -5,11 +5,12 @@
 #
 #     scripts/gpu_check.sh [FOLDER FOR RESULTS] [COMMIT] [PART ...]
 #
-# Parts: gpu (tests/gpu), card (a full card, alone), matrix (both engines, whole), triples (many more rows of the
-# matrix), spec (every layer on the GPU), mutants (faults that need a GPU), demo, speed
-# (both backends), kernels (each alone). Only where named: i/n, that shard of all rows;
-# sanitizer (needs compute-sanitizer); packages (kernels of mamba_ssm and causal_conv1d,
-# looked for in build/packages); certificates; ladder; claims.
+# Parts: gpu (tests/gpu), card (a full card, alone), matrix (a pairwise cover of both
+# engines), triples (many more rows of it), spec (every layer on the GPU), mutants (faults
+# that need a GPU), demo, speed (both backends), kernels (each alone). Only where named:
+# i/n, that shard of all rows; sanitizer (needs compute-sanitizer); packages (kernels of
+# mamba_ssm and causal_conv1d, looked for in build/packages); certificates; ladder;
+# claims.
 set -euo pipefail
 out=${1:-benchmarks/results}
 commit=${2:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
