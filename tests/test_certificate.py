@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -193,6 +194,34 @@ def test_an_exception_fails(tmp_path: Path) -> None:
     parts = {"mlp.activate": broken}
     made = certify(tiny(tmp_path), parts, backends=["reference"], ways=["cold"])
     assert "cold, reference: ValueError: no such thing" in made.content["failures"]
+
+
+def test_nothing_is_certified_by_nothing(tmp_path: Path) -> None:
+    """A way that this machine cannot run is not passed by itself."""
+    made = certify(tiny(tmp_path, "llama"), backends=["optimized"], ways=["graphed"])
+    assert made.content["failures"] == ["nothing was compared"]
+    assert str(made) == "FAIL nothing was compared"
+
+
+def test_nothing_is_certified_by_what_is_no_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the library overflows, no difference is small."""
+    logprobs = Library.logprobs
+
+    def overflowed(model: Library, token_ids: list[int]) -> Tensor:
+        return logprobs(model, token_ids) + math.nan
+
+    monkeypatch.setattr(Library, "logprobs", overflowed)
+    made = certify(tiny(tmp_path, "llama"), backends=["optimized"], ways=["cold"])
+    assert any("are no numbers" in each for each in made.content["failures"])
+
+
+@pytest.mark.parametrize("given", [{"ways": ["hot"]}, {"backends": ["fast"]}])
+def test_unknown_ways_are_refused(given: dict[str, Any]) -> None:
+    """The error lists those that there are."""
+    with pytest.raises(ConfigError, match="there is no '(hot|fast)'; known are"):
+        certify("demo", **given)
 
 
 # The command.

@@ -223,10 +223,14 @@ def certify(
         verbose: Whether a bar on a terminal shows how far it is.
 
     Raises:
-        ConfigError: A family, an option or a device that cannot work, or a
-            transformers that lacks the model.
+        ConfigError: A family, an option or a device that cannot work, a way or a
+            backend that does not exist, or a transformers that lacks the model.
         CheckpointError: A folder that is missing or damaged.
     """
+    ways, backends = [*ways], [*backends]
+    for each, known in (*((e, WAYS) for e in ways), *((e, BACKENDS) for e in backends)):
+        if each not in known:
+            raise ConfigError(f"there is no {each!r}; known are {', '.join(known)}")
     folder, where = find_folder(model), find_device(device)
     home = find_device(reference_device or device)
     config = read_model_config(read_config_files(folder))
@@ -249,6 +253,10 @@ def certify(
         _try(each, texts, bound, setups[places[each.backend]], components or {})
     devices = {**places, "transformers": where}.items()
     failures = [f"{e.way}, {e.backend}: {e.fault}" for e in results if e.fault]
+    if not any(each.positions for each in results):
+        failures.append("nothing was compared")
+    if not math.isfinite(bound):
+        failures.append("transformers gives log-probabilities that are no numbers")
     return Certificate(
         {
             "verdict": "FAIL" if failures else "PASS",
