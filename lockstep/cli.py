@@ -113,6 +113,9 @@ Against = Annotated[
 Certificates = Annotated[
     Path | None, typer.Option(help="Folder for its certificate; printed unless given.")
 ]
+CertifiedWidth = Annotated[
+    str | None, typer.Option(help="auto, bfloat16 or float16 for it, not float32.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes on stderr.")]
 OtherModel = Annotated[
@@ -401,7 +404,7 @@ def verify(
     ] = None,
     option: Named = None,
     against: Against = None,
-    dtype: Width = "float32",
+    dtype: CertifiedWidth = None,
     output: Certificates = None,
     commit: Annotated[str, typer.Option(help="Commit that it names.")] = "",
 ) -> None:
@@ -412,13 +415,19 @@ def verify(
     way to compute a checkpoint is held to that library's own model code.
     """
     if against is not None:
-        if against != "transformers" or free_running or truth or mutant or option:
+        others = free_running or truth or mutant or option or backend != "optimized"
+        if against != "transformers" or others:
             raise ConfigError(
                 "--against takes transformers, and besides it MODEL, --device, "
                 "--component, --dtype, --output and --commit alone"
             )
-        parts = read_options(component)
-        raise typer.Exit(certify(model, parts, device, dtype, output, commit))
+        given = device, dtype or "float32", output, commit
+        raise typer.Exit(certify(model, read_options(component), *given))
+    if dtype or output or commit:
+        raise ConfigError(
+            "--dtype, --output and --commit are of a certificate; add "
+            "--against transformers"
+        )
     if mutant is not None:
         raise typer.Exit(judge_mutant(mutant))
     from lockstep.llm import find_device

@@ -261,6 +261,11 @@ ERRORS = {
         ["demo", "--against", "transformers", "--truth"],
         "--against takes transformers",
     ),
+    "the other backend": (
+        ["demo", "--against", "transformers", "--backend", "reference"],
+        "--against takes transformers",
+    ),
+    "no certificate": (["demo", "--dtype", "float32"], "add --against transformers"),
     "no folder": (["nowhere", "--against", "transformers"], "is not a folder"),
     "a dtype": (
         ["demo", "--against", "transformers", "--dtype", "float64"],
