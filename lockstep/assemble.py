@@ -211,7 +211,8 @@ def _check_grid(model_config: ModelConfig, sizes: Sizes) -> None:
     """Refuse steps of more rows or scan chunks than a launch has places for."""
     # A prompt stores three states at most, besides its last.
     rows, chunk = 4 * sizes.max_requests, sizes.scan_chunk_size
-    chunks = sizes.max_requests + sizes.max_tokens_per_step // chunk
+    # And it may begin and end within chunks.
+    chunks = 2 * sizes.max_requests + sizes.max_tokens_per_step // chunk
     if max(rows, chunks * bool(model_config.num_mamba_layers)) > MOST_PLACES:
         raise ConfigError(
             f"a step may have {rows} rows and states, and {chunks} scan chunks of "

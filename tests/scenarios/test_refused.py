@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep import LLM, EngineConfig
-from lockstep.assemble import _check_grid
+from lockstep.assemble import MOST_PLACES, _check_grid
 from lockstep.config import NOT_OFFERED, engine_options
 from lockstep.errors import (
     ConfigError,
@@ -20,6 +20,7 @@ from lockstep.errors import (
 )
 from lockstep.families import read_model_config
 from lockstep.memory import plan_memory
+from lockstep.optimized.metadata import _host_extents
 from lockstep.plan import RowKind, StepPlan
 from tests.engines import Run, greedy, make_engine
 from tests.scenarios.common import (
@@ -53,16 +54,20 @@ def settle(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "fits"),
     [
-        ({"max_tokens_per_step": 16 * 65_531}, True),
-        ({"max_tokens_per_step": 16 * 65_532}, False),
-        ({"max_requests": 16_383}, True),
-        ({"max_requests": 16_384}, False),
+        ({"max_tokens_per_step": 16 * 65_527}, True),
+        ({"max_tokens_per_step": 16 * 65_528}, False),
+        ({"max_requests": 16_383, "max_tokens_per_step": 2**14}, True),
+        ({"max_requests": 16_384, "max_tokens_per_step": 2**14}, False),
     ],
 )
 def test_a_step_too_large_for_a_launch(options: dict[str, Any], fits: bool) -> None:
     """Rows and scan chunks are counted before anything is launched."""
     small = {"max_requests": 4, "num_blocks": 8, "snapshot_slots": 0}
-    sizes = settle(**{**small, "scan_chunk_size": 16, **options})
+    small |= {"scan_chunk_size": 16, "graphs": "padded"}
+    sizes = settle(**{**small, **options})
+    extents = [_host_extents(each, sizes, False) for each in sizes.graph_shapes]
+    most = max(max(e.scan_chunks, e.prefills + e.snapshots) for e in extents)
+    assert fits is (most <= MOST_PLACES)
     refusal = pytest.raises(ConfigError, match="kernels take 65535 of either")
     with nullcontext() if fits else refusal:
         _check_grid(MODEL, sizes)
