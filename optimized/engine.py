@@ -48,7 +48,8 @@ class Engine(Lifecycle):
                 raise ConfigError(
                     f"the device has too little memory left to capture {len(shapes)} "
                     "graphs; lower memory_fraction, max_tokens_per_step or "
-                    'max_requests, or use graphs="decode"'
+                    'max_requests, or use graphs="decode" '
+                    f"({str(error).splitlines()[0]})"
                 ) from error
 
     def _capture(self) -> Iterator[BatchShape]:

@@ -135,7 +135,8 @@ class GraphRunner:
         free, _ = torch.cuda.mem_get_info()
         if free < needed:
             raise torch.OutOfMemoryError(
-                f"out of memory for graphs: {needed} bytes needed, {free} free"
+                f"out of memory for graphs: {needed / 1024**3:.2f} GiB needed, "
+                f"{free / 1024**3:.2f} free"
             )
 
     def _why_eager(self, batch: BatchMetadata) -> str:

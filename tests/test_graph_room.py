@@ -65,7 +65,7 @@ def test_a_full_device_is_told_before_capture(monkeypatch: pytest.MonkeyPatch) -
     ("message", "expected"),
     [
         ("CUDA out of memory. Tried to allocate 2 MiB", ConfigError),
-        ("Triton Error [CUDA]: out of memory", ConfigError),
+        ("Triton Error [CUDA]: out of memory\nmore", ConfigError),
         ("CUDA error: misaligned address", RuntimeError),
     ],
 )
@@ -85,3 +85,5 @@ def test_an_engine_says_what_to_lower(
         engine._start()
     says_what = "lower memory_fraction" in str(caught.value)
     assert says_what == (expected is ConfigError)
+    assert message.partition("\n")[0] in str(caught.value)
+    assert "more" not in str(caught.value)
