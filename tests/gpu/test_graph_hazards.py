@@ -36,6 +36,7 @@ import pytest
 import torch
 
 from lockstep.config import AttentionConfig, MambaConfig, ModelConfig
+from lockstep.request import RequestState
 from lockstep.trace import EngineState, StepRecord
 from tests.engines import (
     Run,
@@ -52,6 +53,7 @@ from tests.scenarios.common import (
     assert_nothing_held,
     branch,
     drain_equal,
+    serve_equal,
     text,
     tiny,
 )
@@ -188,8 +190,17 @@ def test_dummies_full_of_nan_harm_nobody() -> None:
     assert ask(engine, text(72, seed=2)).cache.num_skipped_tokens == 64
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
-def test_an_abort_between_two_replays(steps: int) -> None:
+@pytest.mark.parametrize(
+    ("steps", "state"),
+    [
+        (0, RequestState.WAITING),
+        (1, RequestState.PREFILL),
+        (2, RequestState.PREFILL),
+        (3, RequestState.DECODE),
+        (5, RequestState.DECODE),
+    ],
+)
+def test_an_abort_between_two_replays(steps: int, state: RequestState) -> None:
     """Queued, in the middle of its prompt or decoding: slot and blocks are reused."""
     engine = graphed(MODEL, max_tokens_per_step=24, max_requests=2)
     ask(engine, text(40))
@@ -198,6 +209,7 @@ def test_an_abort_between_two_replays(steps: int) -> None:
     goes = engine.add(branch(text(32), 60, seed=2), greedy(12))
     for _ in range(steps):
         run.note(engine.step())
+    assert engine.scheduler.find(goes).state is state
     engine.abort(goes)
     later = engine.add(branch(text(32), 45, seed=3), greedy(12))
     drain_equal(engine, greedy(12), run)
@@ -212,7 +224,7 @@ def test_one_engine_for_all_kinds_of_steps() -> None:
     for _ in range(2):
         for lengths in ((1,), (64,), (3, 60), (17, 17, 17, 13), (2, 2), (33, 1, 1)):
             prompts = [text(n, seed=n + i) for i, n in enumerate(lengths)]
-            served, _ = serve(engine, prompts, FOUR)
+            served, _ = serve_equal(engine, prompts, FOUR)
             outputs.append([token for each in served for token in each.token_ids])
         engine.reset()
     assert outputs[: len(outputs) // 2] == outputs[len(outputs) // 2 :]
