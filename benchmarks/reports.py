@@ -75,18 +75,40 @@ def write(
         draw: Draws a plot into a file.
         notes: Is told what was written.
     """
-    if folder is None:
+    path = write_json(found, name, device, folder)
+    if path is None:
         return
-    is_cuda = device.type == "cuda"
-    where = torch.cuda.get_device_name(device).split()[-1] if is_cuda else "cpu"
-    path = folder / f"{name}_{where.lower()}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     notes.print(f"wrote {path}")
     try:
         draw(found, path.with_suffix(".svg"))
     except ModuleNotFoundError as error:
         notes.print(f"no plot: {error}; pip install matplotlib")
+
+
+def write_json(
+    found: Mapping[str, Any], name: str, device: torch.device, folder: Path | None
+) -> Path | None:
+    """Write JSON alone, so that what comes later can lose nothing of it.
+
+    Args:
+        found: As of `write`, and so all others.
+        name: Of the file.
+        device: Where.
+        folder: Where the file goes; None for nowhere.
+
+    Returns:
+        The file's path.
+    """
+    if folder is None:
+        return None
+    words = ["cpu"]
+    if device.type == "cuda":
+        # Without the maker, who comes first.
+        words = torch.cuda.get_device_name(device).lower().split()[1:]
+    path = folder / f"{name}_{'-'.join(words)}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return path
 
 
 def draw_ladder(found: Mapping[str, Any], path: Path) -> None:

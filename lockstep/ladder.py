@@ -264,26 +264,25 @@ def climb(
     with Progress(console=notes, transient=True) as progress:
         task = progress.add_task("the reference is run", total=2 * len(chosen))
         ladder = Ladder(model or own, where, load, seconds)
+        found = {"environment": environment(where, commit), **ladder.describe()}
+        found["rungs"] = rows
+        kept = found, "ladder", where, output
         for rung in chosen:
             progress.update(task, description=f"{rung.name} is compared and timed")
             rows.append(_attempt(rung, partial(ladder.climb, rung)))
             free(where)
             progress.advance(task)
             notes.print(f"{rung.name}: {rows[-1]['status']}")
-        found = {"environment": environment(where, commit), **ladder.describe()}
-        found["rungs"] = rows
-        save = partial(
-            reports.write, found, "ladder", where, output, reports.draw_ladder, notes
-        )
-        save()
+            reports.write_json(*kept)
         for rung, row in zip(chosen, rows, strict=True):
             progress.update(task, description=f"{rung.name} is counted")
             if row["status"] == "equal":
                 row |= _attempt(rung, lambda r=rung: {"per_step": ladder.count(r)})
             free(where)
             progress.advance(task)
+            reports.write_json(*kept)
     reports.show_ladder(found, console)
-    save()
+    reports.write(*kept, reports.draw_ladder, notes)
     return not {"unequal", "failed"} & {row["status"] for row in rows}
 
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import counting, rooflines, serving
+from benchmarks import counting, reports, rooflines, serving
 from benchmarks.rooflines import H200, choose_rates, count, floor_of, step_seconds
 from benchmarks.serving import Load, Served
 from benchmarks.shapes import GRANITE_350M, SHAPES
 from lockstep import cli, rungs
 from lockstep.families import read_model_config
+from lockstep.ladder import Ladder
 from lockstep.optimized import linear
 from lockstep.parameters import num_parameters
 from tests.engines import CPU, make_engine
@@ -127,6 +128,39 @@ def test_a_rung_that_fails_loses_no_other(
     failed, _ = read(tmp_path)["rungs"]
     assert failed["status"] == "failed"
     assert "No module named 'no'" in failed["reason"]
+
+
+def test_what_was_found_is_kept_as_it_comes(
+    climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stops a later rung, or counting, loses nothing of those before."""
+    whole = Ladder.climb
+
+    def stopped(ladder: Ladder, rung: rungs.Rung) -> dict[str, Any]:
+        if rung is not rungs.RUNGS[0]:
+            raise SystemExit(9)
+        return whole(ladder, rung)
+
+    monkeypatch.setattr(Ladder, "climb", stopped)
+    assert climb() == 9
+    (row,) = read(tmp_path)["rungs"]
+    assert (row["rung"], row["status"]) == ("loops", "equal")
+
+
+@pytest.mark.parametrize(
+    ("device", "file"),
+    [
+        ("NVIDIA H200", "x_h200.json"),
+        ("NVIDIA H100 80GB HBM3", "x_h100-80gb-hbm3.json"),
+    ],
+)
+def test_files_are_named_for_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, file: str
+) -> None:
+    """All but its maker counts."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    path = reports.write_json({}, "x", torch.device("cuda"), tmp_path)
+    assert path == tmp_path / file
 
 
 def test_a_plot_stands_beside(climb: Main, tmp_path: Path) -> None:
