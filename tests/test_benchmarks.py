@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.claims import TINY
 from benchmarks.rooflines import floor_seconds
 from benchmarks.shapes import SHAPES
 from benchmarks.workloads import build
@@ -51,20 +52,8 @@ def test_workloads_are_the_agreed_tokens() -> None:
 
 def test_a_small_model_of_a_published_pattern_runs() -> None:
     """Any shape runs without a folder, by token ids."""
-    fields = SHAPES["nano3"] | {
-        "vocab_size": 64,
-        "max_position_embeddings": 256,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 4,
-        "ssm_state_size": 4,
-        "moe_intermediate_size": 8,
-        "moe_shared_expert_intermediate_size": 8,
-        "n_routed_experts": 8,
-    }
+    pattern = ("hybrid_override_pattern", "num_hidden_layers")
+    fields = TINY | {name: SHAPES["nano3"][name] for name in pattern}
     llm = LLM.from_config(fields, verbose=False)
     sampling = SamplingParams(max_tokens=9, ignore_eos=True)
     output = llm.generate([3, 1, 4, 1, 5], sampling)[0]
