@@ -183,6 +183,20 @@ def test_another_token_fails(tmp_path: Path) -> None:
     made = certify(tiny(tmp_path), parts, backends=["reference"], ways=["cold"])
     (result,) = made.content["results"]
     assert result["equal_tokens"] + result["ties"] < result["tokens"]
+    assert not made.passed
+
+
+def test_what_is_no_number_fails(tmp_path: Path) -> None:
+    """NaN is larger than any bound."""
+    real = part("optimized", "sampler.log_probabilities")
+
+    def faulty(logits: Tensor) -> Tensor:
+        return real(logits).index_fill(0, torch.tensor([0]), torch.nan)
+
+    parts = {"sampler.log_probabilities": faulty}
+    made = certify(tiny(tmp_path), parts, backends=["optimized"], ways=["cold"])
+    (failure,) = made.content["failures"]
+    assert failure.startswith("cold, optimized: differs by inf at position 0 ")
 
 
 def test_an_exception_fails(tmp_path: Path) -> None:
