@@ -142,11 +142,14 @@ class Ladder:
             errors = [
                 float(row_errors(mine.logprobs[name], rows).max())
                 for name, rows in theirs.logprobs.items()
-                if name in mine.logprobs
+                if name in mine.logprobs and mine.plan == theirs.plan
             ]
-            largest = max(largest, *errors)
+            largest = max([largest, *errors])
             difference = self._difference(mine, theirs, largest)
             if difference:
+                # Who is to blame for a step that failed is found in later ones.
+                failed = [why for each in actual for why in each.failed.values()]
+                difference = f"failed with {failed[0]}" if failed else difference
                 difference = f"step {theirs.step}: {difference}{self._blame(side)}"
                 break
             steps += 1
@@ -160,8 +163,6 @@ class Ladder:
 
     def _difference(self, mine: StepRecord, theirs: StepRecord, error: float) -> str:
         """Say how two steps differ."""
-        if mine.failed:
-            return f"failed with {'; '.join(mine.failed.values())}"
         if mine.plan != theirs.plan:
             return "another plan"
         if error > self.bound:

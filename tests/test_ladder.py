@@ -117,6 +117,35 @@ def test_other_tokens_alone_are_seen(
     assert "step 1: tokens" in row["reason"]
 
 
+def test_a_failed_request_is_named(
+    climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ended it is the reason, though there is nothing to compare."""
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("no such thing")
+
+    parts: Any = {"mlp.activate": broken}
+    rung = replace(rungs.RUNGS[1], components=parts)
+    monkeypatch.setattr(rungs, "RUNGS", (rungs.RUNGS[0], rung))
+    assert climb("--only", rung.name) == cli.ENGINE_ERROR
+    (row,) = read(tmp_path)["rungs"]
+    assert row["status"] == "unequal"
+    assert "failed with ValueError: no such thing" in row["reason"]
+
+
+def test_other_plans_are_seen_before_their_numbers(
+    climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that is cut elsewhere has rows to which there is no counterpart."""
+    rung = replace(rungs.RUNGS[1], options={"max_tokens_per_step": 20})
+    monkeypatch.setattr(rungs, "RUNGS", (rungs.RUNGS[0], rung))
+    assert climb("--only", rung.name) == cli.ENGINE_ERROR
+    (row,) = read(tmp_path)["rungs"]
+    assert (row["status"], row["equality"]["steps"]) == ("unequal", 0)
+    assert "step 1: another plan" in row["reason"]
+
+
 def test_a_rung_that_fails_loses_no_other(
     climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
