@@ -88,21 +88,24 @@ PY
     echo "status $status"
 } | tee "$out/gpu_tests.txt"
 
+# One that fails keeps no other from being run.
+failed=0
 if wanted speed; then
     python3 -m benchmarks.backend_speed --device cuda --commit "$commit" \
-        --output "$out/backend_speed_cuda.json"
+        --output "$out/backend_speed_cuda.json" || failed=1
 fi
 if wanted kernels; then
-    python3 -m benchmarks.kernels --commit "$commit" "$out/kernels.json"
+    python3 -m benchmarks.kernels --commit "$commit" "$out/kernels.json" || failed=1
 fi
 if named certificates; then
     python3 scripts/certificates.py --device cuda --jobs 7 --commit "$commit" \
-        --output "$out/certificates"
+        --output "$out/certificates" || failed=1
 fi
 if named ladder; then
-    python3 -m lockstep ladder --device cuda --commit "$commit" --output "$out"
+    python3 -m lockstep ladder --device cuda --commit "$commit" --output "$out" ||
+        failed=1
 fi
 if named claims; then
-    python3 -m benchmarks.claims --commit "$commit" --output "$out"
+    python3 -m benchmarks.claims --commit "$commit" --output "$out" || failed=1
 fi
-grep -q 'status 0' "$out/gpu_tests.txt"
+grep -q 'status 0' "$out/gpu_tests.txt" && [ "$failed" = 0 ]
