@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import counting, reports, rooflines, serving
+from benchmarks.kernels import ROTATED
 from benchmarks.rooflines import H200, choose_rates, count, floor_of, step_seconds
 from benchmarks.serving import Load, Served
 from benchmarks.shapes import GRANITE_350M, SHAPES
@@ -389,3 +390,18 @@ def test_rates_are_of_the_machine_and_the_dtype(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     rates = choose_rates(torch.device("cuda"), dtype)
     assert rates == (H200 if is_known else measured)
+
+
+def test_a_gpu_reads_more_than_its_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is measured is the cache, or how long a kernel takes to start."""
+    shapes: list[tuple[int, ...]] = []
+
+    def ones(*shape: int, **_: Any) -> Tensor:
+        shapes.append(shape)
+        return torch.empty(shape, device="meta")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(rooflines, "_best_seconds", lambda *_: 1.0)
+    rates = rooflines.measure_rates(torch.device("cuda"), torch.bfloat16)
+    assert rates.read == 4 * math.prod(shapes[-1])
+    assert 2 * math.prod(shapes[-1]) > ROTATED
