@@ -131,6 +131,7 @@ class Twin:
     Attributes:
         engine: The engine.
         largest: The sizes that it was built with.
+        is_rounded: Whether its kernels round what they multiply.
         drawn: Tokens drawn last, those of padding included.
         start: Its state before anything was done to it.
         unowned: What nobody owned after the last step; it holds NaN.
@@ -142,6 +143,7 @@ class Twin:
         """Build the engine."""
         asked = EngineConfig(kernels=options.get("kernels"))
         kernels = str(settle_options(asked, "optimized", device).kernels)
+        self.is_rounded = config.dtype != "float32" and kernels != "torch"
         real = build_components("optimized", kernels=kernels).sample
         self._drawn = self.drawn = torch.empty(0, dtype=torch.int64, device=device)
         self.unowned = Unowned()
@@ -336,16 +338,14 @@ def _follow_step(
     plan = expected.plan if planned else None
     record, state = twin.step(plan=plan, tokens=expected.tokens)
     with default_device(CPU):
-        assert_same_step(record, expected, twin.dtype)
+        assert_same_step(record, expected, twin)
         compare_draws(twin, expected.plan, truth, ties)
-        assert_same_state(state, taken.state, twin.dtype)
+        assert_same_state(state, taken.state, twin)
     return record
 
 
-def assert_same_step(
-    record: StepRecord, expected: StepRecord, dtype: torch.dtype
-) -> None:
-    """Hold a step to the reference's, tokens apart."""
+def assert_same_step(record: StepRecord, expected: StepRecord, twin: Twin) -> None:
+    """Hold an engine's step to the reference's, tokens apart."""
     assert record.step == expected.step
     assert record.plan == expected.plan
     assert record.shape == expected.shape
@@ -357,9 +357,11 @@ def assert_same_step(
     ]
     assert record.host_reads == min(1, len(record.tokens))
     assert set(record.logprobs) == set(expected.logprobs)
+    exactness = {"is_rounded": twin.is_rounded}
     for name, values in expected.logprobs.items():
+        mine = record.logprobs[name]
         try:
-            assert_logprobs("optimized", record.logprobs[name], values, dtype)
+            assert_logprobs("optimized", mine, values, twin.dtype, **exactness)
         except AssertionError as error:
             raise AssertionError(f"step {record.step}, {name}: {error}") from error
 
@@ -382,13 +384,11 @@ def compare_draws(
     # Padded draws come behind the real ones.
     drawn_tokens = twin.drawn.tolist()[: len(rows)]
     for row, drawn in zip(rows, drawn_tokens, strict=True):
-        bound = logprobs_bound(twin.dtype)
+        bound = logprobs_bound(twin.dtype, is_rounded=twin.is_rounded)
         ties.compare(drawn, *truth(row), row.end, bound)
 
 
-def assert_same_state(
-    actual: EngineState, expected: EngineState, dtype: torch.dtype
-) -> None:
+def assert_same_state(actual: EngineState, expected: EngineState, twin: Twin) -> None:
     """Hold all that an engine knows to the reference's."""
     assert _integers(actual) == _integers(expected)
     stored = list(expected.slots.stored.values())
@@ -401,7 +401,7 @@ def assert_same_state(
     }
     for name, select in kept.items():
         mine, theirs = (select(each.caches) for each in (actual, expected))
-        assert_engine_states(dtype, name, mine, theirs)
+        assert_engine_states(twin.dtype, name, mine, theirs, twin.is_rounded)
 
 
 def _integers(state: EngineState) -> tuple[Any, ...]:

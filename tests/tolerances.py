@@ -99,6 +99,12 @@ ENGINE_STATES = {
     torch.float32: {"K/V": 260.0, "conv window": 180.0, "SSM state": 60.0},
     torch.bfloat16: {"K/V": 8.0, "conv window": 1.0, "SSM state": 1.0},
 }
+#: Both where kernels round what they multiply to bfloat16 as well: a rounding in one
+#: layer moves all layers behind it. Estimated in the torch tier, in which outputs of
+#: scans and attention were moved at random by half a roundoff: 93; 10.4, 6.9 and 7.6. A
+#: state whose heads are exchanged is several hundred off.
+KERNEL_LOGPROBS = 190.0
+KERNEL_STATES = {"K/V": 21.0, "conv window": 14.0, "SSM state": 16.0}
 #: Share of tokens that may be ties in float32, besides one in any test.
 MOST_TIES = 0.01
 
@@ -167,7 +173,11 @@ def assert_consistent(
 
 
 def assert_logprobs(
-    side: str, actual: Tensor, expected: Tensor, *carried: torch.dtype
+    side: str,
+    actual: Tensor,
+    expected: Tensor,
+    *carried: torch.dtype,
+    is_rounded: bool = False,
 ) -> None:
     """Hold log-probabilities of an engine to those of the reference, by value.
 
@@ -176,6 +186,7 @@ def assert_logprobs(
         actual: Log-probabilities.
         expected: The reference's.
         carried: Dtypes that numbers were rounded to on the way; float32 if none.
+        is_rounded: Whether kernels rounded what they multiply, too.
     """
     if side == "reference":
         assert_equal(actual, expected)
@@ -183,7 +194,7 @@ def assert_logprobs(
     assert actual.shape == expected.shape, f"{actual.shape} is not {expected.shape}"
     # Tokens that cannot be are -inf on both sides.
     error = (actual - expected).masked_fill(actual == expected, 0).abs().max()
-    bound = logprobs_bound(*carried)
+    bound = logprobs_bound(*carried, is_rounded=is_rounded)
     assert float(error) <= bound, (
         f"log-probabilities differ by {float(error):.3g}; {bound:.3g} is allowed"
     )
@@ -202,20 +213,27 @@ def assert_package_logprobs(actual: Tensor, expected: Tensor) -> None:
     assert error <= bound, f"log-probabilities differ by {error:.3g}, not {bound:.3g}"
 
 
-def logprobs_bound(*carried: torch.dtype) -> float:
+def logprobs_bound(*carried: torch.dtype, is_rounded: bool = False) -> float:
     """Say how far log-probabilities of both sides' engines may differ.
 
     Args:
         carried: Dtypes that numbers were rounded to on the way; float32 if none.
+        is_rounded: Whether kernels rounded what they multiply, too.
     """
     dtypes = (torch.float32, *carried)
     narrowest = max(dtypes, key=lambda dtype: UNIT_ROUNDOFF[dtype])
     factor = SHORT_LOGPROBS.get(narrowest, ENGINE_LOGPROBS)
+    if is_rounded:
+        factor = KERNEL_LOGPROBS
     return factor * UNIT_ROUNDOFF[narrowest]
 
 
 def assert_engine_states(
-    dtype: torch.dtype, name: str, actual: Tensor, expected: Tensor
+    dtype: torch.dtype,
+    name: str,
+    actual: Tensor,
+    expected: Tensor,
+    is_rounded: bool = False,
 ) -> None:
     """Hold what an engine keeps to the reference's, each token or state by itself.
 
@@ -224,6 +242,7 @@ def assert_engine_states(
         name: ``K/V``, ``conv window`` or ``SSM state``.
         actual: States, by layer and by token or slot.
         expected: The reference's.
+        is_rounded: Whether kernels rounded what they multiply, too.
     """
     assert actual.shape == expected.shape, f"{actual.shape} is not {expected.shape}"
     if not actual.numel():
@@ -234,7 +253,7 @@ def assert_engine_states(
     )
     roundoff = UNIT_ROUNDOFF[dtype]
     error = float((difference / size.clamp(min=1e-300)).max()) / roundoff
-    most = ENGINE_STATES[dtype][name]
+    most = (KERNEL_STATES if is_rounded else ENGINE_STATES[dtype])[name]
     assert error <= most, (
         f"{name}: {error:.3g} roundoffs of {dtype}, at most {most:.3g}"
     )
