@@ -414,20 +414,10 @@ def verify(
     which only a checkout has, is put into a copy. With --against transformers, every
     way to compute a checkpoint is held to that library's own model code.
     """
-    if against is not None:
-        others = free_running or truth or mutant or option or backend != "optimized"
-        if against != "transformers" or others:
-            raise ConfigError(
-                "--against takes transformers, and besides it MODEL, --device, "
-                "--component, --dtype, --output and --commit alone"
-            )
+    others = free_running or truth or mutant or option or backend != "optimized"
+    if asks_for_certificate(against, bool(others), bool(dtype or output or commit)):
         given = device, dtype or "float32", output, commit
         raise typer.Exit(certify(model, read_options(component), *given))
-    if dtype or output or commit:
-        raise ConfigError(
-            "--dtype, --output and --commit are of a certificate; add "
-            "--against transformers"
-        )
     if mutant is not None:
         raise typer.Exit(judge_mutant(mutant))
     from lockstep.llm import find_device
@@ -445,6 +435,27 @@ def verify(
     show(verdict, console)
     if not verdict.equal:
         raise typer.Exit(ENGINE_ERROR)
+
+
+def asks_for_certificate(against: str | None, has_others: bool, has_own: bool) -> bool:
+    """Tell whether a certificate is asked for, and by options that go together.
+
+    Args:
+        against: The third engine.
+        has_others: Whether there are options that no certificate has.
+        has_own: Whether there are options that only a certificate has.
+    """
+    if against is None and has_own:
+        raise ConfigError(
+            "--dtype, --output and --commit are of a certificate; add "
+            "--against transformers"
+        )
+    if against is not None and (against != "transformers" or has_others):
+        raise ConfigError(
+            "--against takes transformers, and besides it MODEL, --device, "
+            "--component, --dtype, --output and --commit alone"
+        )
+    return against is not None
 
 
 @app.command()

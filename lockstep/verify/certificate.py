@@ -228,9 +228,8 @@ def certify(
         CheckpointError: A folder that is missing or damaged.
     """
     ways, backends = [*ways], [*backends]
-    for each, known in (*((e, WAYS) for e in ways), *((e, BACKENDS) for e in backends)):
-        if each not in known:
-            raise ConfigError(f"there is no {each!r}; known are {', '.join(known)}")
+    _check_known(ways, WAYS)
+    _check_known(backends, BACKENDS)
     folder, where = find_folder(model), find_device(device)
     home = find_device(reference_device or device)
     config = read_model_config(read_config_files(folder))
@@ -238,11 +237,7 @@ def certify(
     if dtype == "float64":
         raise ConfigError("dtype is float64, by which the others are judged")
     places = {name: home if name == "reference" else where for name in backends}
-    options: dict[str, Any] = {} if config.mamba else {"block_size": BLOCK}
-    setups = {
-        place: make_setup(str(folder), options, place, dtype)
-        for place in {*places.values()}
-    }
+    setups = _set_up(folder, config, {*places.values()}, dtype)
     block = setups[places[backends[0]]].sizes.block_size
     texts = [*_texts(Library(folder, config, where, dtype), config, block, verbose)]
     rounding = max(float(differences(e.expected, e.exact).max()) for e in texts)
@@ -252,11 +247,7 @@ def certify(
     for each in _shown("comparing", results, verbose):
         _try(each, texts, bound, setups[places[each.backend]], components or {})
     devices = {**places, "transformers": where}.items()
-    failures = [f"{e.way}, {e.backend}: {e.fault}" for e in results if e.fault]
-    if not any(each.positions for each in results):
-        failures.append("nothing was compared")
-    if not math.isfinite(bound):
-        failures.append("transformers gives log-probabilities that are no numbers")
+    failures = [*_failures(results, bound)]
     return Certificate(
         {
             "verdict": "FAIL" if failures else "PASS",
@@ -273,6 +264,30 @@ def certify(
             "results": [asdict(each) for each in results],
         }
     )
+
+
+def _check_known(names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a name that does not exist."""
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"there is no {name!r}; known are {', '.join(known)}")
+
+
+def _set_up(
+    folder: Path, config: ModelConfig, places: Iterable[torch.device], dtype: str
+) -> dict[torch.device, Setup]:
+    """Settle sizes and read the weights, once for each device."""
+    options: dict[str, Any] = {} if config.mamba else {"block_size": BLOCK}
+    return {each: make_setup(str(folder), options, each, dtype) for each in places}
+
+
+def _failures(results: Iterable[Result], bound: float) -> Iterator[str]:
+    """Say why a checkpoint is not passed."""
+    yield from (f"{e.way}, {e.backend}: {e.fault}" for e in results if e.fault)
+    if not any(each.positions for each in results):
+        yield "nothing was compared"
+    if not math.isfinite(bound):
+        yield "transformers gives log-probabilities that are no numbers"
 
 
 def _texts(
