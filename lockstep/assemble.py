@@ -172,11 +172,8 @@ def build_engine(
 
 def _settle_kernels(kernels: str, is_gpu: bool) -> str:
     """Choose a kernel set."""
-    has_kernels = bool(KERNELS["triton"])
     if kernels == "auto":
-        return "triton" if is_gpu and has_kernels else "torch"
-    if kernels == "triton" and not has_kernels:
-        raise ConfigError('there are no Triton kernels yet; use kernels="torch"')
+        return "triton" if is_gpu else "torch"
     if kernels != "torch" and not is_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
             f"kernels={kernels!r} needs a GPU; on a CPU Triton can only interpret its "
