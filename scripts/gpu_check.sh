@@ -17,6 +17,8 @@ commit=${2:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
 parts=${*:3}
 export PYTHONPATH=. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 mkdir -p "$out"
+# Where tests leave the largest errors that they let pass.
+export LOCKSTEP_MEASURED=$(mktemp -d)
 
 named() { [[ " $parts " == *" $1 "* ]]; }
 
@@ -79,7 +81,7 @@ PY
     fi
     if wanted mutants; then
         echo "== faults that need a GPU"
-        python3 scripts/mutants.py --gpu --jobs 5 2>&1 | quiet || status=1
+        LOCKSTEP_MEASURED='' python3 scripts/mutants.py --gpu --jobs 5 2>&1 | quiet || status=1
     fi
     if wanted demo; then
         echo "== lockstep demo"
@@ -87,6 +89,21 @@ PY
     fi
     echo "status $status"
 } | tee "$out/gpu_tests.txt"
+
+python3 - "$LOCKSTEP_MEASURED" "$out/measured.json" "$commit" <<'PY'
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.tolerances import read_measured
+
+folder, output, commit = sys.argv[1:]
+about = {"commit": commit, "gpu": torch.cuda.get_device_name(), "unit": "roundoffs"}
+found = about | {"largest": read_measured(Path(folder))}
+Path(output).write_text(json.dumps(found, indent=2) + "\n")
+PY
 
 # One that fails keeps no other from being run.
 failed=0
