@@ -7,7 +7,9 @@ What is not equal is not timed.
 
 Then all prompts are served at once in the model's own dtype. A rung that would take too
 long is timed on shorter prompts and fewer tokens, the same share of both; the result
-says so. Launches and reads are those of single steps.
+says so. By a clock on the wall, rungs are timed once more on the way down, and the
+faster time is kept: what disturbs a machine for a while then spoils no rung alone.
+Launches and reads are those of single steps.
 """
 
 from __future__ import annotations
@@ -118,10 +120,15 @@ class Ladder:
         if reason := found["equality"]["difference"]:
             return {**found, "status": "unequal", "reason": reason}
         found |= {"status": "equal", "reason": _idle(rung, self.config)}
+        return found | self.time(rung)
+
+    def time(self, rung: Rung) -> dict[str, Any]:
+        """Time a rung, equal or not."""
+        side = _side(rung)
         engine = side.build(self.timed, side.components)
         served = serve_within(engine, self.load, self.seconds)
         vocab, made_of = self.config.vocab_size, count(self.config, self.dtype.itemsize)
-        return found | rate(served, self.load, made_of, vocab, self.rates)
+        return rate(served, self.load, made_of, vocab, self.rates)
 
     def count(self, rung: Rung) -> dict[str, Any]:
         """Count what a rung's steps ask for; afterwards nothing can be timed."""
@@ -196,6 +203,11 @@ class Ladder:
         return Setup(self.config, config, sizes, self.drawn[dtype], self.device)
 
     @property
+    def is_disturbed(self) -> bool:
+        """Whether what else a machine does is part of what is timed."""
+        return choose_clock(self.device)[0] == "wall time"
+
+    @property
     def _few_prompts(self) -> Sequence[list[int]]:
         """Prompts of which two share a block, and one is longer than a step."""
         vocab = self.config.vocab_size
@@ -263,7 +275,7 @@ def climb(
     chosen = [_find(name) for name in only] or rungs.RUNGS
     rows: list[dict[str, Any]] = []
     with Progress(console=notes, transient=True) as progress:
-        task = progress.add_task("the reference is run", total=2 * len(chosen))
+        task = progress.add_task("the reference is run", total=3 * len(chosen))
         ladder = Ladder(model or own, where, load, seconds)
         found = {"environment": environment(where, commit), **ladder.describe()}
         found["rungs"] = rows
@@ -274,6 +286,13 @@ def climb(
             free(where)
             progress.advance(task)
             notes.print(f"{rung.name}: {rows[-1]['status']}")
+            reports.write_json(*kept)
+        for rung, row in reversed([*zip(chosen, rows, strict=True)]):
+            progress.update(task, description=f"{rung.name} is timed again")
+            if row["status"] == "equal" and ladder.is_disturbed:
+                row |= _faster(row, _attempt(rung, partial(ladder.time, rung)))
+            free(where)
+            progress.advance(task)
             reports.write_json(*kept)
         for rung, row in zip(chosen, rows, strict=True):
             progress.update(task, description=f"{rung.name} is counted")
@@ -294,6 +313,16 @@ def _attempt(rung: Rung, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         return {"rung": rung.name, "status": "failed", "reason": reason}
+
+
+def _faster(row: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
+    """Choose of two times that of more tokens, or else the faster; a failure counts."""
+    if "measured" not in again:
+        return again
+    return max(
+        (row, again),
+        key=lambda each: (each["measured"]["prompt_tokens"], each["tokens_per_second"]),
+    )
 
 
 def _side(rung: Rung) -> Side:

@@ -24,6 +24,7 @@ from lockstep.families import read_model_config
 from lockstep.ladder import Ladder
 from lockstep.optimized import linear
 from lockstep.parameters import num_parameters
+from lockstep.rungs import Rung
 from tests.engines import CPU, make_engine
 from tests.factories import model_config
 from tests.tolerances import SMALL_PARAMETERS
@@ -79,6 +80,52 @@ def test_rungs_are_compared_timed_and_counted(climb: Main, tmp_path: Path) -> No
     assert loops["host_reads"] > sampled["host_reads"] == padded["host_reads"] == 1
     assert loops["operations"] > padded["operations"]
     assert set(possible[-1]["steps"]) == {"prefill padded", "decode padded"}
+
+
+def test_by_the_wall_clock_the_faster_of_two_times_is_kept(
+    climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of equally many tokens; what took too long once is not what is kept."""
+    names = ["batched products", "chunked scan", "static buffers"]
+    real, timed = Ladder.time, list[str]()
+
+    def time(self: Ladder, rung: Rung) -> dict[str, Any]:
+        """Be slow on the way up but in the last rung, where less is timed later."""
+        is_again = rung.name in timed
+        timed.append(rung.name)
+        is_last = rung.name == names[-1]
+        tokens = 4 if is_last and is_again else 8
+        speed = 1.0 + (is_again or is_last)
+        found = real(self, rung)
+        found["measured"]["prompt_tokens"] = tokens
+        return found | {"tokens_per_second": speed}
+
+    monkeypatch.setattr(Ladder, "time", time)
+    monkeypatch.setattr(Ladder, "is_disturbed", True)
+    assert climb(*(part for name in names for part in ("--only", name))) == 0
+    assert timed == names + names[::-1]
+    rows = read(tmp_path)["rungs"]
+    assert [row["tokens_per_second"] for row in rows] == [2.0, 2.0, 2.0]
+    assert {row["measured"]["prompt_tokens"] for row in rows} == {8}
+
+
+def test_a_rung_that_fails_on_the_way_down_has_failed(
+    climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it was timed on the way up."""
+    real, timed = Ladder.time, list[str]()
+
+    def time(self: Ladder, rung: Rung) -> dict[str, Any]:
+        timed.append(rung.name)
+        if len(timed) > 1:
+            raise RuntimeError("no more")
+        return real(self, rung)
+
+    monkeypatch.setattr(Ladder, "time", time)
+    monkeypatch.setattr(Ladder, "is_disturbed", True)
+    assert climb("--only", "batched products") == cli.ENGINE_ERROR
+    (row,) = read(tmp_path)["rungs"]
+    assert (row["status"], row["reason"]) == ("failed", "RuntimeError: no more")
 
 
 def doubled(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ def test_rungs_are_timed_and_their_launches_counted(
     only = [part for name in RUNGS for part in ("--only", name)]
     command = ["ladder", "--device", "cuda", "--model", "demo", *load, *only]
     monkeypatch.setattr(
-        sys, "argv", ["lockstep", *command, "--output", str(tmp_path), "--seconds", "9"]
+        sys, "argv", ["lockstep", *command, "--output", str(tmp_path), "--seconds", "5"]
     )
     with pytest.raises(SystemExit) as caught:
         cli.main()
