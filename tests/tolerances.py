@@ -28,14 +28,13 @@ from lockstep.verify.compare import UNIT_ROUNDOFF as UNIT_ROUNDOFF
 BUDGETS = {
     "activate": 3.0,  # 1.4
     "attention": 6.0,  # 2.6
-    # On a GPU, over thousands of positions, whose values cancel each other; in one
-    # chain of additions, which is shorter now.
+    # On a GPU, over thousands of positions, whose values cancel each other.
     "long_attention": 46.0,  # 22.9
     "conv": 3.0,  # 1.4
     "experts": 6.0,  # 2.9
     # For single tokens, whose sums may nearly cancel out.
     "few_experts": 40.0,  # 12.4, of 6,000 draws
-    # On a GPU, thousands of inputs wide; in one chain likewise.
+    # On a GPU, thousands of inputs wide.
     "large_experts": 60.0,  # 29.1
     "gated_group_rms_norm": 3.0,  # 1.3
     "linear": 5.0,  # 2.3
@@ -84,9 +83,10 @@ SIGNIFICANCE = 1e-3
 TRANSFORMERS_LOGPROBS = 3e-5
 
 #: Largest difference between log-probabilities of the two sides, in roundoffs of the
-#: narrowest dtype on the way (measured: 712 in a tenth of the whole matrix; in three
-#: Mamba layers on end the reference is 560 from float64, the optimized side 136).
-ENGINE_LOGPROBS = 1450.0
+#: narrowest dtype on the way (measured: 1,304 in the whole matrix on an H200, 712 on a
+#: CPU; in three Mamba layers on end the reference is 560 from float64, the optimized
+#: side 136).
+ENGINE_LOGPROBS = 2600.0
 
 #: The same, in roundoffs of the model's own dtype, where that is not float32: most
 #: differences of sums are rounded away, and one that is not moves a whole digit.
@@ -95,17 +95,17 @@ SHORT_LOGPROBS = {torch.bfloat16: 33.0}  # 16.4, with 10,000 tokens to choose fr
 #: (measured: 90).
 PACKAGE_LOGPROBS = 200.0
 #: Largest relative error of what two engines keep of one token, or of one state, over a
-#: whole run; in roundoffs of the model's dtype (measured: 131, 90 and 27 in float32;
+#: whole run; in roundoffs of the model's dtype (measured: 162, 90 and 44 in float32;
 #: 3.84, 0 and 0.0001 in bfloat16, where a state is kept in float32 all the same).
 ENGINE_STATES = {
-    torch.float32: {"K/V": 260.0, "conv window": 180.0, "SSM state": 60.0},
+    torch.float32: {"K/V": 330.0, "conv window": 180.0, "SSM state": 90.0},
     torch.bfloat16: {"K/V": 8.0, "conv window": 1.0, "SSM state": 1.0},
 }
 #: Both where kernels round what they multiply to bfloat16 as well: a rounding in one
-#: layer moves all layers behind it (measured: 106; 12.8, 6.7 and 10.7). A state whose
+#: layer moves all layers behind it (measured: 124; 15.8, 8.5 and 15.2). A state whose
 #: heads are exchanged is several hundred off.
-KERNEL_LOGPROBS = 215.0
-KERNEL_STATES = {"K/V": 26.0, "conv window": 14.0, "SSM state": 22.0}
+KERNEL_LOGPROBS = 250.0
+KERNEL_STATES = {"K/V": 32.0, "conv window": 17.0, "SSM state": 31.0}
 #: Share of tokens that may be ties in float32, besides one in any test.
 MOST_TIES = 0.01
 
@@ -119,13 +119,15 @@ SMALL_PARAMETERS = 2e-3
 WITNESS_FACTOR = 100
 
 
-#: The largest error of each class that was let pass in this process, in roundoffs.
-MEASURED: dict[str, float] = {}
+#: The largest error of each class that was let pass in this process, in roundoffs, and
+#: the test that it is of.
+MEASURED: dict[str, tuple[float, str]] = {}
 
 
 def _note(name: str, error: float) -> None:
     """Remember an error that was let pass; what tests spoil on purpose is not."""
-    MEASURED[name] = max(MEASURED.get(name, 0.0), error)
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")
+    MEASURED[name] = max(MEASURED.get(name, (0.0, "")), (error, test))
 
 
 def write_measured(folder: str) -> None:
@@ -134,13 +136,16 @@ def write_measured(folder: str) -> None:
     Path(folder, f"{os.getpid()}.json").write_text(json.dumps(MEASURED))
 
 
-def read_measured(folder: Path) -> dict[str, float]:
-    """Return the largest error of each class that any process has seen."""
-    worst: dict[str, float] = {}
+def read_measured(folder: Path) -> dict[str, tuple[float, str]]:
+    """Return the largest error of each class that any process has seen, and where."""
+    worst: dict[str, tuple[float, str]] = {}
     for path in folder.glob("*.json"):
-        for name, error in json.loads(path.read_text()).items():
-            worst[name] = max(worst.get(name, 0.0), error)
-    return {name: float(f"{worst[name]:.4g}") for name in sorted(worst)}
+        for name, (error, test) in json.loads(path.read_text()).items():
+            worst[name] = max(worst.get(name, (0.0, "")), (error, test))
+    return {
+        name: (float(f"{error:.4g}"), test)
+        for name, (error, test) in sorted(worst.items())
+    }
 
 
 def assert_equal(actual: Tensor, expected: Tensor) -> None:
