@@ -6,91 +6,99 @@
 #     scripts/gpu_check.sh [FOLDER FOR RESULTS] [COMMIT] [PART ...]
 #
 # Parts: gpu (tests/gpu), card (a full card, alone), matrix (a pairwise cover of both
-# engines), triples (many more rows of it), spec (every layer on the GPU), mutants (faults
-# that need a GPU), demo, speed (both backends), kernels (each alone). Only where named:
-# i/n, that shard of all rows; sanitizer (needs compute-sanitizer); packages (kernels of
-# mamba_ssm and causal_conv1d, looked for in build/packages); certificates; ladder;
-# claims.
-set -euo pipefail
+# engines), spec (every layer on the GPU), mutants (faults that need a GPU), demo, speed
+# (both backends), kernels (each alone). Only where named: triples (many more rows of the
+# matrix); i/n, that shard of all rows; sanitizer (needs compute-sanitizer); packages
+# (kernels of mamba_ssm and causal_conv1d, looked for in build/packages); certificates;
+# ladder; claims.
+#
+# What tests say goes to gpu_tests/PART.txt, so that parts may be run one at a time.
+set -uo pipefail
 out=${1:-benchmarks/results}
 commit=${2:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
 parts=${*:3}
 export PYTHONPATH=. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
-mkdir -p "$out"
+mkdir -p "$out/gpu_tests"
 # Where tests leave the largest errors that they let pass.
-export LOCKSTEP_MEASURED=$(mktemp -d)
+LOCKSTEP_MEASURED=$(mktemp -d)
+export LOCKSTEP_MEASURED
+failed=0
 
 named() { [[ " $parts " == *" $1 "* ]]; }
 
 wanted() { [ -z "$parts" ] || named "$1"; }
 
-quiet() { grep -av -e 'capturing graphs' -e pytest_benchmark -e 'warner(' || true; }
+# Run a command; one that fails keeps no other from being run.
+run() {
+    "$@" || {
+        echo "failed: $*"
+        failed=1
+    }
+}
 
-{
+about() {
     echo "commit $commit"
     python3 - <<'PY'
+import datetime
 import platform
-import torch
-import transformers
-import triton
+from importlib.metadata import version
 
+import torch
+
+print("date", datetime.datetime.now(datetime.UTC).date())
 print("gpu", torch.cuda.get_device_name())
 print("python", platform.python_version())
-print("torch", torch.__version__, "triton", triton.__version__)
-print("transformers", transformers.__version__)
+for name in ("torch", "triton", "transformers"):
+    print(name, version(name))
 PY
-    status=0
-    if wanted gpu; then
-        echo "== tests/gpu"
-        python3 -m pytest -m gpu tests/gpu -q -n 12 --durations=3 \
-            --ignore tests/gpu/test_full_card.py \
-            --ignore tests/gpu/test_mamba_ssm.py 2>&1 | quiet || status=1
-    fi
-    if wanted card; then
-        # It leaves no memory for others.
-        echo "== tests/gpu/test_full_card.py"
-        python3 -m pytest -m gpu tests/gpu/test_full_card.py -q 2>&1 | quiet || status=1
-    fi
-    if named packages; then
-        echo "== tests/gpu/test_mamba_ssm.py"
-        LOCKSTEP_TEST_DEVICE=cuda PYTHONPATH=.:build/packages python3 -m pytest -m gpu \
-            tests/gpu/test_mamba_ssm.py -q -n 6 --durations=3 2>&1 | quiet || status=1
-    fi
-    if wanted matrix; then
-        echo "== tests/equivalence/test_engine.py on the GPU"
-        LOCKSTEP_MATRIX_DEVICE=cuda python3 -m pytest -q -n 8 \
-            tests/equivalence/test_engine.py 2>&1 | quiet || status=1
-    fi
-    if named sanitizer; then
-        echo "== compute-sanitizer"
-        python3 scripts/sanitize.py --commit "$commit" --jobs 14 \
-            --output "$out/sanitizer.json" 2>&1 | quiet || status=1
-    fi
-    for shard in triples $(grep -o '[0-9]*/[0-9]*' <<< "$parts" || true); do
-        if wanted "$shard"; then
-            echo "== rows of the matrix: $shard"
-            python3 scripts/gpu_matrix.py "$shard" --commit "$commit" \
-                --output "$out/gpu_matrix.json" 2>&1 | quiet || status=1
-        fi
-    done
-    if wanted spec; then
-        # One file needs a package that is only in CI.
-        echo "== tests/spec on the GPU"
-        LOCKSTEP_TEST_DEVICE=cuda python3 -m pytest -q -n 8 tests/spec \
-            --ignore tests/spec/test_scan_mamba_ssm.py 2>&1 | quiet || status=1
-    fi
-    if wanted mutants; then
-        echo "== faults that need a GPU"
-        LOCKSTEP_MEASURED='' python3 scripts/mutants.py --gpu --jobs 5 2>&1 | quiet || status=1
-    fi
-    if wanted demo; then
-        echo "== lockstep demo"
-        COLUMNS=80 python3 -m lockstep demo --device cuda 2>/dev/null || status=1
-    fi
-    echo "status $status"
-} | tee "$out/gpu_tests.txt"
+}
 
-python3 - "$LOCKSTEP_MEASURED" "$out/measured.json" "$commit" <<'PY'
+# Write down what a part says: about PART COMMAND...
+note() {
+    local file=$out/gpu_tests/$1.txt
+    echo "== $1"
+    {
+        about
+        echo
+        "${@:2}" 2>&1 | grep -av -e 'capturing graphs' -e pytest_benchmark -e 'warner('
+        # Of the command; grep's only says whether anything was left.
+        local status=${PIPESTATUS[0]}
+        [ "$status" = 0 ] || echo "failed with status $status"
+    } | tee "$file"
+    ! grep -q '^failed with status' "$file" || failed=1
+}
+
+tests() { python3 -m pytest -q "$@"; }
+
+if wanted gpu; then
+    note gpu tests -m gpu tests/gpu -n 12 --durations=3 \
+        --ignore tests/gpu/test_full_card.py --ignore tests/gpu/test_mamba_ssm.py
+fi
+if wanted card; then
+    # It leaves no memory for others.
+    note card tests -m gpu tests/gpu/test_full_card.py
+fi
+if named packages; then
+    note packages env LOCKSTEP_TEST_DEVICE=cuda PYTHONPATH=.:build/packages \
+        python3 -m pytest -q -m gpu tests/gpu/test_mamba_ssm.py -n 6 --durations=3
+fi
+if wanted matrix; then
+    note matrix env LOCKSTEP_MATRIX_DEVICE=cuda \
+        python3 -m pytest -q tests/equivalence/test_engine.py -n 8
+fi
+if wanted spec; then
+    # One file needs a package that is only in CI.
+    note spec env LOCKSTEP_TEST_DEVICE=cuda \
+        python3 -m pytest -q tests/spec -n 8 --ignore tests/spec/test_scan_mamba_ssm.py
+fi
+if wanted mutants; then
+    COLUMNS=150 note mutants env LOCKSTEP_MEASURED= python3 scripts/mutants.py --gpu \
+        --jobs 5
+fi
+if wanted demo; then
+    COLUMNS=80 note demo python3 -m lockstep demo --device cuda
+fi
+python3 - "$LOCKSTEP_MEASURED" "$out/gpu_tests/largest_errors.json" "$commit" <<'PY'
 import json
 import sys
 from pathlib import Path
@@ -100,29 +108,34 @@ import torch
 from tests.tolerances import read_measured
 
 folder, output, commit = sys.argv[1:]
-about = {"commit": commit, "gpu": torch.cuda.get_device_name(), "unit": "roundoffs"}
-found = about | {"largest": read_measured(Path(folder))}
-Path(output).write_text(json.dumps(found, indent=2) + "\n")
+if found := read_measured(Path(folder)):
+    about = {"commit": commit, "gpu": torch.cuda.get_device_name()}
+    text = json.dumps(about | {"unit": "roundoffs", "largest": found}, indent=2)
+    Path(output).write_text(text + "\n")
 PY
-
-# One that fails keeps no other from being run.
-failed=0
+if named sanitizer; then
+    run python3 scripts/sanitize.py --commit "$commit" --jobs 14 \
+        --output "$out/sanitizer.json"
+fi
+for shard in $(grep -oE 'triples|[0-9]+/[0-9]+' <<< "$parts"); do
+    run python3 scripts/gpu_matrix.py "$shard" --commit "$commit" \
+        --output "$out/gpu_matrix.json"
+done
 if wanted speed; then
-    python3 -m benchmarks.backend_speed --device cuda --commit "$commit" \
-        --output "$out/backend_speed_cuda.json" || failed=1
+    run python3 -m benchmarks.backend_speed --device cuda --commit "$commit" \
+        --output "$out/backend_speed_cuda.json"
 fi
 if wanted kernels; then
-    python3 -m benchmarks.kernels --commit "$commit" "$out/kernels.json" || failed=1
+    run python3 -m benchmarks.kernels --commit "$commit" "$out/kernels.json"
 fi
 if named certificates; then
-    python3 scripts/certificates.py --device cuda --jobs 7 --commit "$commit" \
-        --output "$out/certificates" || failed=1
+    run python3 scripts/certificates.py --device cuda --jobs 7 --commit "$commit" \
+        --output "$out/certificates"
 fi
 if named ladder; then
-    python3 -m lockstep ladder --device cuda --commit "$commit" --output "$out" ||
-        failed=1
+    run python3 -m lockstep ladder --device cuda --commit "$commit" --output "$out"
 fi
 if named claims; then
-    python3 -m benchmarks.claims --commit "$commit" --output "$out" || failed=1
+    run python3 -m benchmarks.claims --commit "$commit" --output "$out"
 fi
-grep -q 'status 0' "$out/gpu_tests.txt" && [ "$failed" = 0 ]
+exit "$failed"
