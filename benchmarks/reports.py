@@ -135,12 +135,40 @@ def draw_ladder(found: Mapping[str, Any], path: Path) -> None:
     load = "{prompts} x {prompt_tokens} + {new_tokens}".format(**found["workload"])
     axes.set_xlabel(f"tokens a second; {load} tokens, {found['dtype']}")
     axes.set_title(f"{found['model']} on {found['environment']['device']}")
-    axes.legend(loc="lower right")
+    # Slow rungs leave room there.
+    axes.legend(loc="upper right")
     save(figure, path)
 
 
+def claims_table(
+    found: Mapping[str, Any], part: str, *more: str, key: str = "ms"
+) -> str:
+    """Write a part as Markdown: a line for each form, a column for each size.
+
+    Args:
+        found: As of `write`.
+        part: Name of the part.
+        more: What else is told of each form, at the first size.
+        key: Which milliseconds are told; microseconds, where all are below two.
+    """
+    rows = [row for row in found["parts"][part] if key in row]
+    works = list(dict.fromkeys(row["work"] for row in rows))
+    by_place = {(row["form"], row["work"]): row for row in rows}
+    is_short = max(row[key] for row in rows) < 2
+    unit, factor = ("µs", 1000) if is_short else ("ms", 1)
+    names = [name.replace("_", " ") for name in more]
+    lines = [[f"{unit} for tokens", *works, *names]]
+    lines.append(["---", *["---:"] * (len(works) + len(more))])
+    for form in dict.fromkeys(row["form"] for row in rows):
+        mine = [by_place[form, work] for work in works]
+        numbers = (factor * row[key] for row in mine)
+        times = [f"{n:,.0f}" if n >= 100 else f"{n:#.3g}" for n in numbers]
+        lines.append([form, *times, *(f"{mine[0][name]:.3g}" for name in more)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def draw_claims(found: Mapping[str, Any], path: Path) -> None:
-    """Draw the parts side by side: milliseconds of every form at every size.
+    """Draw every part: milliseconds of its forms at all sizes, and of decodes.
 
     Raises:
         ModuleNotFoundError: There is no matplotlib.
@@ -149,11 +177,15 @@ def draw_claims(found: Mapping[str, Any], path: Path) -> None:
         name: [row for row in rows if "ms" in row]
         for name, rows in found["parts"].items()
     }
+    for name, rows in [*parts.items()]:
+        decodes = [row | {"ms": row["decode_ms"]} for row in rows if "decode_ms" in row]
+        parts[f"{name}: a step that decodes"] = decodes
     parts = {name: rows for name, rows in parts.items() if rows}
-    figure = new_figure(figsize=(6 * max(1, len(parts)), 5), layout="constrained")
+    lines = max(1, -(-len(parts) // 2))
+    figure = new_figure(figsize=(12, 4 * lines), layout="constrained")
     figure.suptitle(f"{found['shape']} on {found['environment']['device']}")
     for place, (name, rows) in enumerate(parts.items()):
-        axes = figure.add_subplot(1, len(parts), place + 1)
+        axes = figure.add_subplot(lines, 2, place + 1)
         works = list(dict.fromkeys(row["work"] for row in rows))
         forms = list(dict.fromkeys(row["form"] for row in rows))
         for turn, form in enumerate(forms):

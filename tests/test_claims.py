@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import claims
+from benchmarks import claims, reports
 from benchmarks.ladder import large_tiles, staged_copies
 from lockstep.optimized.kernels import conv1d
 from tests.engines import CPU, greedy, make_engine
 from tests.factories import model_config
 from tests.tolerances import assert_equal, assert_same_order
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -272,3 +275,24 @@ def test_launches_are_seen_with_their_grids() -> None:
 
     (seen,) = launches()
     assert seen == [(6, ("compiled", (1,), {"warps": 4}))]
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    """Each table of the page is the one that is printed from the JSON."""
+    page = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
+    path = ROOT / "benchmarks/results/claims_h200.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    tables = {
+        "tiles": reports.claims_table(
+            found, "tiles", "registers", "spills", "occupancy"
+        ),
+        "staging": reports.claims_table(found, "staging", "staged_rows"),
+        "graphs": reports.claims_table(found, "graphs"),
+        "streams": reports.claims_table(found, "streams"),
+        "streams, decode": reports.claims_table(found, "streams", key="decode_ms"),
+        "bookkeeping": reports.claims_table(
+            found, "bookkeeping", "host_reads", "launches"
+        ),
+    }
+    shown = re.findall(r"^<!-- (.+) -->\n((?:\|.*\n)+)", page, re.M)
+    assert dict(shown) == tables
