@@ -406,7 +406,7 @@ def verify(
     against: Against = None,
     dtype: CertifiedWidth = None,
     output: Certificates = None,
-    commit: Annotated[str, typer.Option(help="Commit that it names.")] = "",
+    commit: Annotated[str, typer.Option(help="The commit, where git cannot say.")] = "",
 ) -> None:
     """Hold a backend to the reference, step by step.
 
@@ -504,6 +504,13 @@ def certify(
     """
     from lockstep.verify import certify, library
 
+    if output is not None:
+        # Better now than after the work.
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"{error.strerror}; name another folder"
+            raise ConfigError(f"--output {output} cannot be a folder: {why}") from None
     library.hush()
     options: Any = {"device": device, "dtype": dtype, "commit": commit}
     made = certify(model, parts, verbose=True, **options)

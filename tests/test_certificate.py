@@ -299,6 +299,20 @@ def test_errors_are_one_line(
     assert message in line
 
 
+def test_an_output_that_is_a_file_is_told_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It, or what it would be in; nothing is computed."""
+    monkeypatch.setattr("lockstep.verify.certify", None)
+    file = tmp_path / "file"
+    file.write_text("")
+    for output in (file, file / "below"):
+        options = ("--against", "transformers", "--output", str(output))
+        assert main(monkeypatch, "demo", *options) == cli.USER_ERROR
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: --output {output} cannot be a folder: ")
+
+
 def test_what_transformers_lacks_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
