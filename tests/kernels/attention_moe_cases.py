@@ -18,6 +18,15 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 #: Query heads, K/V heads and width: of two published models, and an odd one.
 HEADS = ((32, 2, 128), (32, 8, 128), (9, 3, 80))
 VOCAB = 131072
+#: Whether experts are gated, and by what.
+EXPERTS: tuple[tuple[bool, Activation], ...] = (
+    (False, "relu2"),
+    (True, "silu"),
+    (False, "gelu"),
+    (True, "gelu"),
+)
+#: Whose kernels these are.
+MODULES = ("attention", "mlp", "moe", "sampler")
 Call = Callable[[], Any]
 
 
@@ -28,11 +37,14 @@ def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 
 def cases() -> dict[str, Call]:
     """Name a call for each configuration."""
-    found = dict(_draws())
+    named = list(_draws())
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
-        for cases_of in (_attention, _experts, _activations):
-            found |= {f"{key} {name}": call for key, call in cases_of(dtype)}
+        for cases_of in (_attention, _experts, _routes, _activations):
+            named += [(f"{key} {name}", call) for key, call in cases_of(dtype)]
+    found = dict(named)
+    # Of two under one name, the first would never be compiled.
+    assert len(found) == len(named)
     return found
 
 
@@ -43,29 +55,29 @@ def _attention(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         new = empty(2, 64, num_kv_heads, head_dim, dtype=dtype)
         queries = empty(64, num_heads, head_dim, dtype=dtype)
         index = empty(64)
-        yield (
-            "rotary",
-            partial(
-                kernels.apply_rotary, queries, new[0], index, RotaryConfig(part=0.5)
-            ),
-        )
+        shape = f"{num_heads}/{num_kv_heads}/{head_dim}"
+        for part in (0.5, 1.0):
+            turned = queries, new[0], index, RotaryConfig(part=part)
+            yield f"rotary {part} of {shape}", partial(kernels.apply_rotary, *turned)
         for size in (16, 256):
             pools = empty(2, 99, size, num_kv_heads, head_dim, dtype=dtype)
             batch: Any = SimpleNamespace(
-                block_tables=empty(64, 40),
-                context_lens=index,
+                block_tables=empty(512, 40),
+                context_lens=empty(512),
                 cu_prefill_lens=empty(9),
                 prefill_starts=empty(8),
                 num_decode_tokens=0,
             )
-            name = f"{num_heads}/{num_kv_heads} in blocks of {size}"
+            name = f"{shape} in blocks of {size}"
             given = *pools, 0.1, batch
             yield f"append {name}", partial(kernels.append_kv, *new, *pools, index)
             yield f"prefill {name}", partial(kernels.attend_prefill, queries, *given)
-            for count in (1, 64):
+            # From one split of a row's context to as many as there are.
+            for count in (1, 32, 64, 512):
+                rows = empty(count, num_heads, head_dim, dtype=dtype)
                 yield (
                     f"decode {count} of {name}",
-                    partial(kernels.attend_decode, queries[:count], *given),
+                    partial(kernels.attend_decode, rows, *given),
                 )
 
 
@@ -73,13 +85,10 @@ def _experts(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     from lockstep.optimized.kernels import moe as kernels
 
     wide = torch.promote_types(dtype, torch.float32)
-    for gated in (False, True):
+    for gated, activation in EXPERTS:
         # Of two published models, with inner widths that a step divides or does not.
         inner, hidden = (768, 2048) if gated else (1856, 2688)
-        config = MoeConfig(
-            128, 6, inner, 0, activation="silu" if gated else "relu2", gated=gated
-        )
-        yield from _routes(config, empty(64, hidden, dtype=dtype), wide)
+        config = MoeConfig(128, 6, inner, 0, activation=activation, gated=gated)
         up = empty(128, inner * (2 if gated else 1), hidden, dtype=dtype)
         down = empty(128, hidden, inner, dtype=dtype)
         for tile in kernels._TILES[dtype.itemsize]:
@@ -87,20 +96,25 @@ def _experts(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             tokens = empty(count, hidden, dtype=dtype)
             ids, weights = empty(count, 6), empty(count, 6, dtype=wide)
             given = tokens, ids, weights, up, down, config
-            yield f"experts {gated} {count}", partial(kernels.apply_experts, *given)
+            name = f"experts {activation} {gated} {count}"
+            yield name, partial(kernels.apply_experts, *given)
 
 
-def _routes(
-    config: MoeConfig, tokens: Tensor, wide: torch.dtype
-) -> Iterator[tuple[str, Call]]:
+def _routes(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     from lockstep.optimized.kernels.moe import route
 
-    router, correction = empty(128, tokens.shape[1], dtype=wide), empty(128, dtype=wide)
-    mask = empty(64, dtype=torch.bool)
-    grouped = replace(config, num_groups=8, top_k_groups=3)
-    softmax = replace(config, scoring="softmax")
-    yield "route groups", partial(route, tokens, router, correction, grouped, mask)
-    yield "route softmax", partial(route, tokens, router, None, softmax, mask)
+    wide = torch.promote_types(dtype, torch.float32)
+    tokens, mask = empty(64, 2688, dtype=dtype), empty(64, dtype=torch.bool)
+    router, correction = empty(128, 2688, dtype=wide), empty(128, dtype=wide)
+    plain = MoeConfig(128, 6, 1856, 3712, scaling=2.5)
+    for name, given, config in (
+        ("plain", correction, plain),
+        ("unscaled", correction, replace(plain, normalize_weights=False)),
+        ("groups", correction, replace(plain, num_groups=8, top_k_groups=3)),
+        ("softmax", None, replace(plain, scoring="softmax", scaling=1.0)),
+    ):
+        routed = tokens, router, given, config, mask
+        yield f"route {name}", partial(route, *routed)
 
 
 def _activations(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -115,9 +129,14 @@ def _activations(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
 def _draws() -> Iterator[tuple[str, Call]]:
     from lockstep.optimized.kernels import sampler as kernels
 
-    real, whole = empty(64, dtype=torch.float64), empty(64)
-    draws = Draws(real.float(), whole, real, real, whole, whole, empty(64, 2))
+    # Few rows are searched by many programs each, many by one.
+    for count in (1, 64, 256, 1024):
+        real, whole = empty(count, dtype=torch.float64), empty(count)
+        banned = empty(count, 2)
+        draws = Draws(real.float(), whole, real, real, whole, whole, banned)
+        for size in (61, VOCAB):
+            logits = empty(count, size, dtype=torch.float32)
+            yield f"sample {count} of {size}", partial(kernels.sample, logits, draws)
     for size in (61, VOCAB):
         logits = empty(64, size, dtype=torch.float32)
-        yield f"sample {size}", partial(kernels.sample, logits, draws)
         yield f"log {size}", partial(kernels.log_probabilities, logits)

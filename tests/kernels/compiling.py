@@ -36,12 +36,27 @@ _POINTERS = {
 }
 
 
+#: Additions in whatever order programs come, so that no sum is twice the same.
+_ATOMICS = re.compile(r"\b(?:atom|red)\.\S*\.(?:b?f16|f32|f64)\S*")
+
+
 class Launch(NamedTuple):
-    """One launch: a kernel, its arguments by name, and the compiler's options."""
+    """One launch: a kernel, its arguments by name, and the compiler's options.
+
+    Attributes:
+        grid: How many programs there are, along each axis.
+    """
 
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, Any]
+    grid: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name, behind that of its module."""
+        function = self.kernel.fn
+        return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
 
 
 class Compiled(NamedTuple):
@@ -49,11 +64,12 @@ class Compiled(NamedTuple):
 
     Attributes:
         case: Which case launched it.
-        kernel: Its name.
+        kernel: Its name, behind that of its module.
         shared: Bytes of shared memory.
         registers: Registers of a thread.
         spilled: Bytes of registers that spilled, by thread.
         products: Instructions of the matrix units.
+        atomics: Instructions that change floats in memory in any order.
     """
 
     case: str
@@ -62,6 +78,7 @@ class Compiled(NamedTuple):
     registers: int
     spilled: int
     products: int
+    atomics: list[str]
 
 
 def compile_apart(module: str) -> list[Compiled]:
@@ -79,7 +96,8 @@ def compile_apart(module: str) -> list[Compiled]:
 
 
 def recorded(call: Callable[[], Any]) -> list[Launch]:
-    """List what a call launches, and launch nothing."""
+    """List what a call launches, compiled or interpreted, and launch nothing."""
+    from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
@@ -90,10 +108,11 @@ def recorded(call: Callable[[], Any]) -> list[Launch]:
         names = kernel.arg_names
         given = {name: options.pop(name) for name in names if name in options}
         by_name = dict(zip(names, args, strict=False)) | given
-        launches.append(Launch(kernel, by_name, options))
+        launches.append(Launch(kernel, by_name, options, grid))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JITFunction, "run", record)
+        for owner in (JITFunction, InterpretedFunction):
+            patch.setattr(owner, "run", record)
         call()
     return launches
 
@@ -122,11 +141,12 @@ def compile_launch(case: str, launch: Launch) -> Compiled:
     registers, spilled = _resources(compiled)
     return Compiled(
         case,
-        launch.kernel.__name__,
+        launch.name,
         compiled.metadata.shared,
         registers,
         spilled,
         len(re.findall(r"\b(?:mma|wgmma\.mma_async)\.sync", compiled.asm["ptx"])),
+        _ATOMICS.findall(compiled.asm["ptx"]),
     )
 
 
@@ -176,8 +196,8 @@ def main(module: str) -> None:
     seen: set[str] = set()
     for name, call in importlib.import_module(module).cases().items():
         for launch in recorded(call):
-            key = repr([(k, _brief(v)) for k, v in launch.arguments.items()])
-            if (key := launch.kernel.__name__ + key) not in seen:
+            brief = [(k, _brief(v)) for k, v in launch.arguments.items()]
+            if (key := repr((launch.name, brief, launch.options))) not in seen:
                 seen.add(key)
                 found.append(compile_launch(name, launch))
     print(json.dumps(found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +14,14 @@ from lockstep.batch import ScanTokens
 from lockstep.config import MambaConfig
 from lockstep.memory import SCAN_CHUNK_SIZES
 
-#: Of the published model with 30 billion parameters.
+#: Of the published model with 30 billion parameters, and its width; of a dense hybrid.
 NANO3 = MambaConfig(num_heads=64, head_dim=64, state_size=128, num_groups=8)
-DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 HIDDEN = 2688
+DENSE4B, DENSE_HIDDEN = replace(NANO3, num_heads=112), 3072
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 SLOTS = 34
+#: Whose kernels these are.
+MODULES = ("conv1d", "norm", "scan", "snapshots")
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -71,25 +74,30 @@ def cases() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
-        found |= {f"{key} {name}": call for key, call in _of(dtype).items()}
-    return found
+        calls = _of(dtype, NANO3, HIDDEN, SCAN_CHUNK_SIZES)
+        found |= {f"{key} {name}": call for key, call in calls.items()}
+    sizes = (DENSE4B.scan_chunk_size,)
+    calls = _of(torch.bfloat16, DENSE4B, DENSE_HIDDEN, sizes)
+    return found | {f"{key} dense bfloat16": call for key, call in calls.items()}
 
 
-def _of(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """Name calls on one dtype."""
+def _of(
+    dtype: torch.dtype, config: MambaConfig, width: int, sizes: Sequence[int]
+) -> dict[str, Callable[[], Any]]:
+    """Name calls on one dtype and one model, with some scan chunks."""
     from lockstep.optimized.kernels import conv1d, norm, scan, snapshots
 
     wide = torch.promote_types(dtype, torch.float32)
-    config = NANO3
     channels, heads = config.conv_channels, config.num_heads
     states = empty(SLOTS, heads, config.head_dim, config.state_size, dtype=wide)
     windows = empty(SLOTS, channels, config.conv_window, dtype=dtype)
     filters = empty(channels, 4, dtype=dtype), empty(channels, dtype=dtype)
-    hidden, weight = empty(8, HIDDEN, dtype=dtype), empty(HIDDEN, dtype=dtype)
+    hidden, weight = empty(8, width, dtype=dtype), empty(width, dtype=dtype)
     inner, gain = (
         empty(*shape, config.inner_size, dtype=dtype) for shape in ((8,), ())
     )
     inputs = empty(8, channels + 64, dtype=dtype)[:, :channels]
+    bare = inputs, filters[0], None, windows, batch()
     caches: Any = SimpleNamespace(conv=windows[None], ssm=states[None])
     scanned = tokens(config, 8, dtype), layer(config, wide)
     found = {
@@ -101,10 +109,12 @@ def _of(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
             inputs[:1], *filters, windows, batch(1)
         ),
         "conv_prefill": lambda: conv1d.conv_prefill(inputs, *filters, windows, batch()),
+        "conv_decode without bias": lambda: conv1d.conv_decode(*bare),
+        "conv_prefill without bias": lambda: conv1d.conv_prefill(*bare),
         "copy_states": lambda: snapshots.copy_states(caches, empty(8), empty(8), 33),
         "scan_decode": lambda: scan.scan_decode(*scanned, config, states, batch()),
     }
-    for size in SCAN_CHUNK_SIZES:
+    for size in sizes:
         sized = *scanned, replace(config, scan_chunk_size=size), states
         for name, chunks in (("few", 2), ("some", 8), ("many", 20)):
             given = *sized, batch(chunks=chunks)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.plan import BatchShape
 from tests.engines import assert_equals_lone, drain, greedy, make_engine
+from tests.kernels.compiling import recorded
 from tests.scenarios.common import is_mixed, text, tiny
 
 #: A step takes tenths of a second, so there are few.
@@ -33,3 +35,39 @@ def test_an_engine_of_kernels_equals_the_reference(graphs: str) -> None:
     assert run.outputs[again].cache.num_skipped_tokens == 16
     for output in run.outputs.values():
         assert_equals_lone(MODEL, output, run, SAMPLING)
+
+
+def launches(max_requests: int) -> list[tuple[BatchShape, list[object]]]:
+    """Name what each padded step would launch, and how many programs of it."""
+    engine = make_engine(
+        MODEL,
+        "optimized",
+        kernels="triton",
+        graphs="padded",
+        max_requests=max_requests,
+        record_logprobs=False,
+        debug=(),
+    )
+    found: list[tuple[BatchShape, list[object]]] = []
+
+    def step() -> None:
+        # Where nothing is computed, nothing is drawn either.
+        record = engine.step(tokens=dict.fromkeys(names, 1))
+        assert not record.interrupted and not record.failed, record.failed
+        shapes.append(record.padded_shape)
+
+    names: list[str] = []
+    for lengths in ((20,), (18, 5, 20), ()):
+        names += [engine.add(text(n, seed=n), SAMPLING) for n in lengths]
+        shapes: list[BatchShape] = []
+        made = recorded(step)
+        found.append((shapes[0], [(each.name, each.grid) for each in made]))
+    return found
+
+
+def test_no_launch_is_as_large_as_the_pool() -> None:
+    """Steps of one shape launch as much, however many requests there may be."""
+    found = launches(4)
+    assert [shape.prefill_requests for shape, _ in found] == [1, 4, 0]
+    assert all(made for _, made in found)
+    assert launches(128) == found
