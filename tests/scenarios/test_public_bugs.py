@@ -784,20 +784,24 @@ def test_decode_after_a_prompt_uses_raw_inputs(side: str, length: int) -> None:
 
 
 def test_idle_slots_are_not_written(side: str) -> None:
-    """Rows in some slots; all other slots keep every bit."""
+    """Rows in the first slots; all others keep every bit, in steps with padding too."""
     engine = make_engine(MODEL, side, debug=("integrity",), prefix_caching=False)
     names = [engine.add(text(10, seed), greedy(12)) for seed in range(4)]
     engine.step()
-    for name in names[:2]:
+    for name in names[3:]:
         engine.abort(name)
     owned = {request.slot_id for request in engine.export_state().running}
+    assert 0 in owned
     marked = engine.export_state()
     idle = [s for s in range(engine.sizes.dummy_slot) if s not in owned]
     for pool in marked.caches.tensors()[1:]:
         pool[:, [s for s in idle if s != engine.sizes.zero_slot]] = 7.0
     engine.import_state(marked)
     run = drain(engine)
-    assert all(len(record.rows) == 2 for record in run.records)
+    assert {len(record.rows) for record in run.records} == {3}
+    for record in run.records:
+        is_padded = record.mode in ("padded", "graph")
+        assert (record.padded_shape != record.shape) == is_padded
     after = engine.export_state().caches
     for pool in (after.conv, after.ssm):
         kept = pool[:, [s for s in idle if s != engine.sizes.zero_slot]]
