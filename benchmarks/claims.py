@@ -23,7 +23,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -342,9 +341,8 @@ def bookkeeping(bench: Bench) -> Iterator[Row]:
         add(engine, bench.load(prompts), seed=1)
         with counting(bench.device) as counts:
             engine.step()
-        row |= {"host_reads": counts.host_reads, "launches": counts.launches}
-        row |= {"copied_bytes": counts.copied_bytes, "why_none": counts.why_none}
-        yield row
+        names = "host_reads", "launches", "copies", "copied_bytes", "why_none"
+        yield row | {name: getattr(counts, name) for name in names}
         del engine
         free(bench.device)
 
@@ -492,7 +490,7 @@ def show(found: dict[str, Any]) -> None:
     for name in ("part", "form", "work", "ms", "ratio", "more"):
         is_number = name in ("work", "ms", "ratio")
         table.add_column(name, justify="right" if is_number else "left")
-    known = ("form", "work", "ms", "ratio", "bit_for_bit")
+    known = ("form", "work", "ms", "ratio", "bit_for_bit", "why_none")
     for part, rows in found["parts"].items():
         for row in rows:
             more = [
@@ -505,6 +503,19 @@ def show(found: dict[str, Any]) -> None:
             cells = part, row["form"], row.get("work", ""), *numbers, text
             table.add_row(*cells)
     console.print(table)
+    every = (row for rows in found["parts"].values() for row in rows)
+    for reason in dict.fromkeys(row.get("why_none") for row in every):
+        if reason:
+            console.print(f"some counts are missing: {reason}", markup=False)
+
+
+def _sum_up(row: Row) -> str:
+    """Say in a line what came of a form."""
+    words = [row["form"], row.get("work", "")]
+    words += [f"{row['ms']:.4g} ms"] if "ms" in row else []
+    kinds = "skipped", "unequal"
+    words += [f"({kind}: {row[kind]})" for kind in kinds if kind in row]
+    return " ".join(word for word in words if word)
 
 
 def main(
@@ -523,6 +534,7 @@ def main(
     """Measure all parts, and write them to one file as each is done."""
     try:
         where = find_device(device)
+        reports.make_folder(output)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     shape, shapes = shape or _own_shape(where), {**SHAPES, "tiny": TINY}
@@ -535,7 +547,7 @@ def main(
             )
     is_tiny, model = shape == "tiny", read_model_config(shapes[shape])
     found: dict[str, Any] = {
-        "environment": environment(where, commit) | {"triton": _version("triton")},
+        "environment": environment(where, commit),
         "shape": shape,
         "dtype": model.dtype,
         "clock": choose_clock(where)[0],
@@ -565,7 +577,7 @@ def main(
         try:
             for row in rows:
                 taken.append(row)
-                notes.print(f"{part}: {row}", markup=False)
+                notes.print(f"{part}: {_sum_up(row)}", markup=False)
         except Exception as error:
             # What was measured before is not lost.
             taken.append({"form": "", "failed": f"{type(error).__name__}: {error}"})
@@ -580,14 +592,6 @@ def main(
 def _own_shape(device: torch.device) -> str:
     """Choose a shape by the device."""
     return "nano3" if device.type == "cuda" else "tiny"
-
-
-def _version(name: str) -> str | None:
-    """Return a package's version, if it is there."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

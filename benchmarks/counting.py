@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -118,7 +118,8 @@ class Counts:
             are not, and a Triton kernel is none.
         launches: Calls that started kernels; None where no profiler sees them.
         kernels: Kernels that ran, those within graphs too; None likewise.
-        copied_bytes: Bytes copied between host and device; None likewise.
+        copies: Copies between host and device, either way; None likewise.
+        copied_bytes: Bytes of these; None likewise.
         why_none: Why there is no more than reads and operations.
         reads: Every read, by the name of the call.
     """
@@ -127,6 +128,7 @@ class Counts:
     operations: int = 0
     launches: int | None = None
     kernels: int | None = None
+    copies: int | None = None
     copied_bytes: int | None = None
     why_none: str = ""
     reads: list[str] = field(default_factory=list[str])
@@ -153,9 +155,10 @@ def counting(device: torch.device) -> Generator[Counts]:
     if profiler is None:
         counts.why_none = f"{device.type} has no kernels to launch and nothing to copy"
         return
-    launches, kernels, copied = summarize(read_trace(profiler))
-    if kernels:
-        counts.launches, counts.kernels, counts.copied_bytes = launches, kernels, copied
+    seen = summarize(read_trace(profiler))
+    if seen.kernels:
+        counts.launches, counts.kernels = seen.launches, seen.kernels
+        counts.copies, counts.copied_bytes = seen.copies, seen.copied_bytes
     else:
         counts.why_none = "the profiler saw no kernels: CUPTI is missing or forbidden"
 
@@ -169,13 +172,22 @@ def read_trace(profiler: Any) -> list[dict[str, Any]]:
     return [event for event in events if "cat" in event]
 
 
-def summarize(events: Iterable[dict[str, Any]]) -> tuple[int, int, int]:
-    """Count launches, kernels, and bytes copied between host and device.
+class Seen(NamedTuple):
+    """What a profiler saw, as of `Counts`."""
+
+    launches: int
+    kernels: int
+    copies: int
+    copied_bytes: int
+
+
+def summarize(events: Iterable[dict[str, Any]]) -> Seen:
+    """Count launches, kernels, and copies between host and device.
 
     Kernels that were started together share a number, by which launches are counted
     where the calls themselves were not seen.
     """
-    launches = kernels = copied = 0
+    launches = kernels = copies = copied = 0
     together: set[Any] = set()
     for event in events:
         kind, name, more = event["cat"], event["name"], event.get("args", {})
@@ -185,8 +197,9 @@ def summarize(events: Iterable[dict[str, Any]]) -> tuple[int, int, int]:
             kernels += 1
             together.add(more.get("correlation"))
         elif kind == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
+            copies += 1
             copied += int(more.get("bytes", 0))
-    return launches or len(together), kernels, copied
+    return Seen(launches or len(together), kernels, copies, copied)
 
 
 def _read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -120,7 +119,7 @@ def main(
                 numbers = "  ".join(f"{k} {v:.4g}" for k, v in row.items())
                 print(f"{case.name:28} {numbers}", flush=True)
                 torch.cuda.empty_cache()
-    found = environment(torch.device("cuda"), commit) | {"triton": version("triton")}
+    found = environment(torch.device("cuda"), commit)
     result = {"environment": found, "copy_TBps": bandwidth / 1e12, "rows": rows}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

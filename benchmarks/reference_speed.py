@@ -14,6 +14,7 @@ import json
 import platform
 import subprocess
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.config import MOE
 from lockstep.parameters import num_weight_bytes
 
+ROOT = Path(__file__).resolve().parents[1]
 PROMPT_TOKENS = 96
 NEW_TOKENS = 64
 
@@ -66,8 +68,11 @@ def measure(llm: LLM, requests: int) -> dict[str, Any]:
 
 
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """Say on what, with what and when the figures were taken."""
-    revision = ["git", "rev-parse", "HEAD"]
+    """Say on what, with what and when the figures were taken.
+
+    The commit is that of this checkout, whatever folder is current.
+    """
+    revision = ["git", "--git-dir", ROOT / ".git", "rev-parse", "HEAD"]
     found = subprocess.run(revision, capture_output=True, text=True, check=False)
     name = _cpu_name()
     if device.type == "cuda":
@@ -75,6 +80,7 @@ def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     return {
         "device": name,
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "commit": commit or found.stdout.strip() or None,
@@ -116,6 +122,14 @@ def _cpu_name() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str | None:
+    """Return a package's version, if it is there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -12,12 +12,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lockstep.errors import ConfigError
+
 #: What the numbers of a ladder are.
 LADDER_NOTES = {
     "tokens_per_second": "all tokens that are computed, of prompts and new ones, each "
     "kind at its measured rate and in the workload's proportion",
     "share_of_floor": "least time of what was measured, over the time it took",
-    "per_step": "of one step of each kind, with the shortest prompts that are timed",
+    "measured": "no less than that of the rung before; both times of a rung are of it",
+    "per_step": "of one step of each kind, with prompts and blocks as of `counted`: a "
+    "prefill that stores a state within each prompt, and a decode that stores one of "
+    "each row, at the end of a block",
+    "launches": "calls that start kernels; a graph's replay is one",
+    "kernels": "kernels that ran, those within graphs too",
+    "copies": "copies between host and device, either way; none within the device",
+    "copied_bytes": "bytes of these copies",
+    "seconds": "all that a rung took, by the clock on the wall",
 }
 #: Colours of the two kinds of steps, told apart by anybody.
 COLOURS = {"prefill": "#0072b2", "decode": "#e69f00"}
@@ -32,12 +42,22 @@ def show_ladder(found: Mapping[str, Any], console: Console) -> None:
         f"{found['model']}, {found['dtype']}, {load}, {found['environment']['device']}"
     )
     steps = [row["per_step"]["decode"] for row in found["rungs"] if "per_step" in row]
-    names = ("launches", "kernels", "copied_bytes", "operations", "host_reads")
-    counted = [name for name in names if any(step[name] for step in steps)]
+    names = (
+        "launches",
+        "kernels",
+        "copies",
+        "copied_bytes",
+        "operations",
+        "host_reads",
+    )
+    counted = [name for name in names if any(step.get(name) for step in steps)]
+    if counted:
+        kinds = ", ".join(counted).replace("_", " ")
+        title += f"\n{kinds}: of one step that decodes {steps[0]['tokens']} tokens"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     table.add_column("rung", no_wrap=True)
     for column in ("tokens/s", "decodes/s", "of floor", *counted):
-        table.add_column(column.replace("_", " "), justify="right")
+        table.add_column(column.replace("_", "\n"), justify="right")
     for row in found["rungs"]:
         if row["status"] != "equal":
             table.add_row(row["rung"], style="dim")
@@ -85,6 +105,19 @@ def write(
         notes.print(f"no plot: {error}; pip install matplotlib")
 
 
+def make_folder(folder: Path | None) -> None:
+    """Make a folder for results before there are any, since they may take long.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output {folder} is no folder: {error.strerror}") from None
+
+
 def write_json(
     found: Mapping[str, Any], name: str, device: torch.device, folder: Path | None
 ) -> Path | None:
@@ -106,7 +139,7 @@ def write_json(
         # Without the maker, who comes first.
         words = torch.cuda.get_device_name(device).lower().split()[1:]
     path = folder / f"{name}_{'-'.join(words)}.json"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return path
 
@@ -148,7 +181,7 @@ def claims_table(
     Args:
         found: As of `write`.
         part: Name of the part.
-        more: What else is told of each form, at the first size.
+        more: What else is told of each form, at the first size, if it is known.
         key: Which milliseconds are told; microseconds, where all are below two.
     """
     rows = [row for row in found["parts"][part] if key in row]
@@ -156,6 +189,7 @@ def claims_table(
     by_place = {(row["form"], row["work"]): row for row in rows}
     is_short = max(row[key] for row in rows) < 2
     unit, factor = ("µs", 1000) if is_short else ("ms", 1)
+    more = tuple(name for name in more if rows[0].get(name) is not None)
     names = [name.replace("_", " ") for name in more]
     lines = [[f"{unit} for tokens", *works, *names]]
     lines.append(["---", *["---:"] * (len(works) + len(more))])

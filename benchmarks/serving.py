@@ -42,11 +42,6 @@ class Load:
         new = max(self.new_tokens // factor, min(3, self.new_tokens))
         return Load(self.prompts, max(1, self.prompt_tokens // factor), new)
 
-    @property
-    def shortest(self) -> Load:
-        """The smallest part that is timed."""
-        return self.cut(max(1, self.prompt_tokens // SHORTEST))
-
     def draw(self, seed: int, vocab: int) -> Workload:
         """Draw the prompts."""
         rows = range(1000 * seed, 1000 * seed + self.prompts)
@@ -138,14 +133,22 @@ def serve(engine: Any, load: Load, seed: int = 0) -> Served:
     return served
 
 
-def serve_within(engine: Any, load: Load, limit: float) -> Served:
+def serve_within(
+    engine: Any, load: Load, limit: float, least: Load | None = None
+) -> Served:
     """Serve as much of a workload as takes less than a number of seconds.
 
     The shortest part is doubled until twice as much might take too long. The whole is
     served several times after that, and the fastest counts: others were disturbed.
+
+    Args:
+        engine: What serves.
+        load: The whole workload.
+        limit: Most seconds of a run.
+        least: A part that is served even if it takes longer.
     """
-    factor = 1
-    while load.prompt_tokens // (2 * factor) >= SHORTEST:
+    shortest, factor = least.prompt_tokens if least else SHORTEST, 1
+    while load.prompt_tokens // (2 * factor) >= shortest:
         factor *= 2
     runs = [_serve_settled(engine, load.cut(factor), limit)]
     while factor > 1 and 2 * runs[-1].total < limit:
@@ -182,7 +185,11 @@ def count_steps(engine: Any, load: Load, device: torch.device) -> dict[str, Any]
             record = engine.step()
         counted = asdict(counts)
         del counted["reads"]
-        found[kind_of(record)] = {"tokens": record.shape.tokens, **counted}
+        size = {
+            "tokens": record.shape.tokens,
+            "stored_states": len(record.stored_states),
+        }
+        found[kind_of(record)] = {**size, **counted}
     return found
 
 

@@ -127,7 +127,9 @@ NewTokens = Annotated[int | None, typer.Option(min=2, help="Tokens made of each.
 OnlyRungs = Annotated[
     list[str] | None, typer.Option(metavar="RUNG", help="A rung; repeatable.")
 ]
-Seconds = Annotated[float, typer.Option(help="Most that a run of a rung may take.")]
+Seconds = Annotated[
+    float, typer.Option(min=0, help="Most that a run of a rung may take.")
+]
 Output = Annotated[Path | None, typer.Option(help="A folder for JSON and a plot.")]
 Commit = Annotated[str | None, typer.Option(help="The commit, where git cannot say.")]
 

@@ -6,14 +6,17 @@ chunks, on a few prompts that come one after the other, share a beginning or are
 What is not equal is not timed.
 
 Then all prompts are served at once in the model's own dtype. A rung that would take too
-long is timed on shorter prompts and fewer tokens, the same share of both; the result
-says so. By a clock on the wall, rungs are timed once more on the way down, and the
-faster time is kept: what disturbs a machine for a while then spoils no rung alone.
-Launches and reads are those of single steps.
+long is timed on shorter prompts and fewer new tokens, the same share of both as long as
+that leaves two steps that decode; the result says so. Rungs go from slow to fast, so
+none is timed on less than the one before, however close to the limit it is. By a clock
+on the wall, each is timed once more on the way down, on as much, and the faster time is
+kept: what disturbs a machine for a while then spoils no rung alone. Launches, copies
+and reads are those of single steps.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -39,8 +42,8 @@ from benchmarks.serving import (
 from benchmarks.shapes import GRANITE_350M
 from benchmarks.workloads import tokens
 from lockstep import rungs
-from lockstep.cli import console, notes
-from lockstep.config import EngineConfig, ModelConfig
+from lockstep.cli import KINDS, console, notes
+from lockstep.config import ATTENTION, MAMBA, MOE, EngineConfig, ModelConfig
 from lockstep.errors import ConfigError
 from lockstep.families import read_config_files, read_model_config
 from lockstep.llm import find_device, find_dtype, find_folder
@@ -67,6 +70,11 @@ SMALL: dict[str, Any] = {
 }
 #: Tokens that a compared request makes.
 FEW_TOKENS = 4
+#: What is counted, with blocks as short: a prompt stores a state within, and the step
+#: that decodes ends a block, so that it stores states, too.
+COUNTED = Load(prompts=2, prompt_tokens=31, new_tokens=2)
+#: Kinds of layers without which a module has nothing to do.
+NEEDS = {"attention": ATTENTION, "conv1d": MAMBA, "scan": MAMBA, "moe": MOE}
 
 
 class Ladder:
@@ -93,48 +101,56 @@ class Ladder:
         self.config: ModelConfig = read_model_config(fields)
         self.dtype = find_dtype("auto", self.config, device)
         self.drawn: dict[torch.dtype, Parameters] = {}
-        self.timed, self.counted = (
-            self._set_up(
-                self.dtype,
-                max_requests=each.prompts,
-                max_tokens_per_step=each.prompts * each.prompt_tokens,
-                max_length=each.prompt_tokens + each.new_tokens,
-                snapshot_slots=4 * each.prompts,
-            )
-            for each in (load, load.shortest)
-        )
+        self.timed = self._set_up(self.dtype, **_room(load))
+        short = {name: SMALL[name] for name in ("scan_chunk_size", "block_size")}
+        self.counted = self._set_up(self.dtype, **_room(COUNTED), **short)
         self.compared = self._set_up(torch.float32, **SMALL)
         self.bound = BUDGETS["log-probabilities"] * UNIT_ROUNDOFF[torch.float32]
         self.expected = self._serve_few(Side())
         self.rates = choose_rates(device, self.dtype)
 
-    def climb(self, rung: Rung) -> dict[str, Any]:
-        """Hold a rung to the reference, then time it."""
+    def climb(self, rung: Rung, least: Load | None = None) -> dict[str, Any]:
+        """Hold a rung to the reference, then time it, on a part at least."""
         side = _side(rung)
-        found: dict[str, Any] = {"rung": rung.name, "change": rung.change}
         try:
             side.settle(self.compared)
         except ConfigError as error:
-            return {**found, "status": "not possible here", "reason": str(error)}
-        found["equality"] = self.compare(side)
-        if reason := found["equality"]["difference"]:
-            return {**found, "status": "unequal", "reason": reason}
-        found |= {"status": "equal", "reason": _idle(rung, self.config)}
-        return found | self.time(rung)
+            return {"status": "not possible here", "reason": str(error)}
+        equality = self.compare(side)
+        if reason := equality["difference"]:
+            return {"equality": equality, "status": "unequal", "reason": reason}
+        found = {"status": "equal", "reason": why_idle(rung, self.config)}
+        return {"equality": equality, **found, **self.time(rung, least)}
 
-    def time(self, rung: Rung) -> dict[str, Any]:
-        """Time a rung, equal or not."""
+    def time(
+        self, rung: Rung, least: Load | None = None, most: Load | None = None
+    ) -> dict[str, Any]:
+        """Time a rung, equal or not.
+
+        Args:
+            rung: The rung.
+            least: The part of the workload that is timed, however long it takes.
+            most: The part that is not exceeded; all of it unless given.
+        """
         side = _side(rung)
         engine = side.build(self.timed, side.components)
-        served = serve_within(engine, self.load, self.seconds)
+        served = serve_within(engine, most or self.load, self.seconds, least)
         vocab, made_of = self.config.vocab_size, count(self.config, self.dtype.itemsize)
         return rate(served, self.load, made_of, vocab, self.rates)
+
+    def time_again(self, rung: Rung, row: dict[str, Any]) -> dict[str, Any]:
+        """Time a rung on as much as before where that may help; return the faster."""
+        if not self.is_disturbed:
+            return {}
+        same = _measured(row)
+        times = row, self.time(rung, same, same)
+        return max(times, key=lambda each: each["tokens_per_second"])
 
     def count(self, rung: Rung) -> dict[str, Any]:
         """Count what a rung's steps ask for; afterwards nothing can be timed."""
         side = _side(rung)
         engine = side.build(self.counted, side.components)
-        return count_steps(engine, self.load.shortest, self.device)
+        return {"per_step": count_steps(engine, COUNTED, self.device)}
 
     def compare(self, side: Side) -> dict[str, Any]:
         """Compare a side with the reference on the few prompts.
@@ -236,6 +252,7 @@ class Ladder:
             "workload": asdict(self.load),
             "most_seconds_of_a_run": self.seconds,
             "clock": choose_clock(self.device)[0],
+            "counted": asdict(COUNTED) | {"block_size": SMALL["block_size"]},
             "equality": {
                 "dtype": "float32",
                 "prompt_tokens": [len(prompt) for prompt in self._few_prompts],
@@ -269,10 +286,15 @@ def climb(
 
     Returns:
         Whether all that can run here did, and are equal.
+
+    Raises:
+        ConfigError: A device, rung or folder that there cannot be.
     """
     where = find_device(device)
+    reports.make_folder(output)
     own, load = choose_load(where, counts)
-    chosen = [_find(name) for name in only] or rungs.RUNGS
+    # From slow to fast, however they are named.
+    chosen = sorted(map(_find, only), key=rungs.RUNGS.index) or rungs.RUNGS
     rows: list[dict[str, Any]] = []
     with Progress(console=notes, transient=True) as progress:
         task = progress.add_task("the reference is run", total=3 * len(chosen))
@@ -280,49 +302,58 @@ def climb(
         found = {"environment": environment(where, commit), **ladder.describe()}
         found["rungs"] = rows
         kept = found, "ladder", where, output
+
+        def go(
+            row: dict[str, Any], does: str, do: Callable[[], dict[str, Any]]
+        ) -> None:
+            progress.update(task, description=f"{row['rung']} is {does}")
+            if row.get("status", "equal") == "equal":
+                _attempt(row, do)
+            free(where)
+            progress.advance(task)
+            reports.write_json(*kept)
+
+        least: Load | None = None
         for rung in chosen:
-            progress.update(task, description=f"{rung.name} is compared and timed")
-            rows.append(_attempt(rung, partial(ladder.climb, rung)))
-            free(where)
-            progress.advance(task)
+            rows.append({"rung": rung.name, "change": rung.change})
+            go(rows[-1], "compared and timed", partial(ladder.climb, rung, least))
             notes.print(f"{rung.name}: {rows[-1]['status']}")
-            reports.write_json(*kept)
+            least = _measured(rows[-1]) or least
         for rung, row in reversed([*zip(chosen, rows, strict=True)]):
-            progress.update(task, description=f"{rung.name} is timed again")
-            if row["status"] == "equal" and ladder.is_disturbed:
-                row |= _faster(row, _attempt(rung, partial(ladder.time, rung)))
-            free(where)
-            progress.advance(task)
-            reports.write_json(*kept)
+            go(row, "timed again", partial(ladder.time_again, rung, row))
         for rung, row in zip(chosen, rows, strict=True):
-            progress.update(task, description=f"{rung.name} is counted")
-            if row["status"] == "equal":
-                row |= _attempt(rung, lambda r=rung: {"per_step": ladder.count(r)})
-            free(where)
-            progress.advance(task)
-            reports.write_json(*kept)
+            go(row, "counted", partial(ladder.count, rung))
     reports.show_ladder(found, console)
     reports.write(*kept, reports.draw_ladder, notes)
     return not {"unequal", "failed"} & {row["status"] for row in rows}
 
 
-def _attempt(rung: Rung, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what comes of something, or why nothing does: no other rung is lost."""
+def _attempt(row: dict[str, Any], do: Callable[[], dict[str, Any]]) -> None:
+    """Add to a row what comes of something, or why nothing does, and what it took.
+
+    So no other rung is lost.
+    """
+    begin = time.perf_counter()
     try:
-        return do()
+        row |= do()
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        return {"rung": rung.name, "status": "failed", "reason": reason}
+        row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    row["seconds"] = row.get("seconds", 0.0) + time.perf_counter() - begin
 
 
-def _faster(row: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
-    """Choose of two times that of more tokens, or else the faster; a failure counts."""
-    if "measured" not in again:
-        return again
-    return max(
-        (row, again),
-        key=lambda each: (each["measured"]["prompt_tokens"], each["tokens_per_second"]),
-    )
+def _measured(row: dict[str, Any]) -> Load | None:
+    """Return what a rung was timed on, if it was."""
+    return Load(**row["measured"]) if "measured" in row else None
+
+
+def _room(load: Load) -> dict[str, int]:
+    """Return options with which all prompts of a workload fit in one step."""
+    return {
+        "max_requests": load.prompts,
+        "max_tokens_per_step": load.prompts * load.prompt_tokens,
+        "max_length": load.prompt_tokens + load.new_tokens,
+        "snapshot_slots": 4 * load.prompts,
+    }
 
 
 def _side(rung: Rung) -> Side:
@@ -338,8 +369,13 @@ def _find(name: str) -> Rung:
         raise ConfigError(error.args[0]) from None
 
 
-def _idle(rung: Rung, config: ModelConfig) -> str:
+def why_idle(rung: Rung, config: ModelConfig) -> str:
     """Say why a rung can change nothing for a model."""
-    parts = {key.split(".")[0] for key in rung.components}
-    needs_moe = parts == {"moe"} or set(rung.options) == {"side_stream"}
-    return "the model has no experts" if needs_moe and config.moe is None else ""
+    modules = {key.split(".")[0] for key in rung.components}
+    needed = {NEEDS.get(module) for module in modules}
+    if set(rung.options) == {"side_stream"}:
+        needed = {MOE}
+    # None is of a module that serves any layer.
+    if not needed or None in needed or needed & set(config.layer_pattern):
+        return ""
+    return f"the model has no {' or '.join(KINDS[each] for each in needed if each)}"

@@ -69,7 +69,8 @@ RUNGS: tuple[Rung, ...] = (
     Rung(
         "batched commit",
         "Prefixes are matched by bisection, and blocks and slots are published, and "
-        "states copied, for all rows and layers at once: a launch instead of hundreds.",
+        "states copied, for all rows and layers at once: as few launches for many as "
+        "for one.",
         _optimized(
             "scheduler.Scheduler", "prefix_cache.PrefixCache", "snapshots.copy_states"
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import re
 import weakref
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from torch import Tensor
 
 from benchmarks import claims, reports
 from benchmarks.ladder import large_tiles, staged_copies
@@ -104,6 +107,62 @@ def test_what_is_wrong_is_not_timed(
     wrong = [r for r in json.loads(text)["parts"]["staging"] if "unequal" in r]
     assert {row["form"] for row in wrong} == {"by padded prompts"}
     assert not any("ms" in row for row in wrong)
+
+
+def test_other_tokens_alone_are_seen(
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Right states excuse no other token; each form gets one line meanwhile."""
+
+    def sample(logits: Tensor, draws: Any) -> Tensor:
+        return logits.argmin(1)
+
+    forms: dict[str, Any] = {"in place": {}, "by worst": {"sampler.sample": sample}}
+    monkeypatch.setattr(claims, "BOOKKEEPING", forms)
+    with pytest.raises(claims.typer.Exit):
+        claims.main(device="cpu", only=["bookkeeping"], output=tmp_path)
+    text = (tmp_path / "claims_cpu.json").read_text(encoding="utf-8")
+    right, wrong = json.loads(text)["parts"]["bookkeeping"]
+    assert "ms" in right and "unequal" not in right
+    assert wrong["unequal"].startswith("tokens [") and "ms" not in wrong
+    first, second = re.findall("^bookkeeping: .*$", capsys.readouterr().err, re.M)
+    assert first == f"bookkeeping: in place 2 x 32 {right['ms']:.4g} ms"
+    assert second == f"bookkeeping: by worst 2 x 32 (unequal: {wrong['unequal']})"
+
+
+def test_what_no_count_has_is_told_once(
+    measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beneath the table, not in each of its rows."""
+    text = io.StringIO()
+    monkeypatch.setattr(claims, "console", Console(file=text, width=200))
+    claims.show(measured)
+    rows = measured["parts"]["bookkeeping"]
+    assert all(row["copies"] is None for row in rows)
+    assert text.getvalue().count(rows[0]["why_none"]) == 1
+
+
+def test_a_column_is_of_what_was_counted() -> None:
+    """What a file does not have, or could not count, has none."""
+    row: dict[str, Any] = {"form": "a", "work": "1", "ms": 20.0, "reads": 3}
+    found: dict[str, Any] = {"parts": {"x": [row | {"copies": 7}]}}
+    more = "reads", "copies"
+    assert "| ms for tokens | 1 | reads | copies |" in reports.claims_table(
+        found, "x", *more
+    )
+    for less in (row, row | {"copies": None}):
+        table = reports.claims_table({"parts": {"x": [less]}}, "x", *more)
+        assert table.startswith("| ms for tokens | 1 | reads |\n")
+
+
+def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    """A file is no folder."""
+    (tmp_path / "file").touch()
+    with pytest.raises(claims.typer.BadParameter, match="no folder"):
+        claims.main(device="cpu", only=["tiles"], output=tmp_path / "file")
 
 
 def test_what_failed_leaves_its_memory_to_others(
@@ -291,7 +350,7 @@ def test_the_page_shows_what_was_measured() -> None:
         "streams": reports.claims_table(found, "streams"),
         "streams, decode": reports.claims_table(found, "streams", key="decode_ms"),
         "bookkeeping": reports.claims_table(
-            found, "bookkeeping", "host_reads", "launches"
+            found, "bookkeeping", "host_reads", "launches", "copies"
         ),
     }
     shown = re.findall(r"^<!-- (.+) -->\n((?:\|.*\n)+)", page, re.M)

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from benchmarks import counting, reports, rooflines, serving
 from benchmarks.kernels import ROTATED
-from benchmarks.rooflines import H200, choose_rates, count, floor_of, step_seconds
+from benchmarks.reference_speed import environment
+from benchmarks.rooflines import (
+    H200,
+    Counts,
+    Rates,
+    choose_rates,
+    count,
+    floor_of,
+    step_seconds,
+)
 from benchmarks.serving import Load, Served
 from benchmarks.shapes import GRANITE_350M, SHAPES
 from lockstep import cli, rungs
-from lockstep.families import read_model_config
-from lockstep.ladder import Ladder
-from lockstep.optimized import linear
+from lockstep.families import read_config_files, read_model_config
+from lockstep.ladder import COUNTED, Ladder, why_idle
+from lockstep.llm import find_folder
+from lockstep.optimized import linear, sampler
 from lockstep.parameters import num_parameters
 from lockstep.rungs import Rung
 from tests.engines import CPU, make_engine
@@ -71,42 +85,54 @@ def test_rungs_are_compared_timed_and_counted(climb: Main, tmp_path: Path) -> No
         assert row["measured"] == found["workload"]
         for rate in ("tokens_per_second", "decode_steps_per_second", "share_of_floor"):
             assert 0 < row[rate] < math.inf
-        for kind, num_tokens in (("prefill", 8), ("decode", 2)):
+        for kind, num_tokens in (("prefill", 62), ("decode", 2)):
             step = row["per_step"][kind]
-            assert step["tokens"] == num_tokens
+            # Each prompt stores a state within, and its decode one at a block's end.
+            assert (step["tokens"], step["stored_states"]) == (num_tokens, 2)
             assert step["operations"] > 0
-            assert step["launches"] is None and step["why_none"]
+            assert step["launches"] is step["copies"] is None and step["why_none"]
     loops, sampled, padded = (row["per_step"]["decode"] for row in possible)
     assert loops["host_reads"] > sampled["host_reads"] == padded["host_reads"] == 1
     assert loops["operations"] > padded["operations"]
+    assert found["counted"] == asdict(COUNTED) | {"block_size": 16}
+    assert all(row["seconds"] > 0 for row in found["rungs"])
     assert set(possible[-1]["steps"]) == {"prefill padded", "decode padded"}
 
 
 def test_by_the_wall_clock_the_faster_of_two_times_is_kept(
     climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of equally many tokens; what took too long once is not what is kept."""
+    """Of as many tokens, and never of fewer than the rung before was timed on."""
     names = ["batched products", "chunked scan", "static buffers"]
-    real, timed = Ladder.time, list[str]()
+    real, timed = Ladder.time, list[tuple[str, Load | None, Load | None]]()
 
-    def time(self: Ladder, rung: Rung) -> dict[str, Any]:
-        """Be slow on the way up but in the last rung, where less is timed later."""
-        is_again = rung.name in timed
-        timed.append(rung.name)
-        is_last = rung.name == names[-1]
-        tokens = 4 if is_last and is_again else 8
-        speed = 1.0 + (is_again or is_last)
-        found = real(self, rung)
-        found["measured"]["prompt_tokens"] = tokens
+    def time(
+        self: Ladder, rung: Rung, least: Load | None = None, most: Load | None = None
+    ) -> dict[str, Any]:
+        """Be slow on the way up but in the last rung; the first gets half."""
+        timed.append((rung.name, least, most))
+        speed = 1.0 + ((rung.name == names[-1]) != (most is not None))
+        load = most or (self.load if least else self.load.cut(2))
+        found = real(self, rung, load, load)
         return found | {"tokens_per_second": speed}
 
     monkeypatch.setattr(Ladder, "time", time)
     monkeypatch.setattr(Ladder, "is_disturbed", True)
-    assert climb(*(part for name in names for part in ("--only", name))) == 0
-    assert timed == names + names[::-1]
+    # However they are named, they are climbed from slow to fast.
+    assert climb(*(part for name in names[::-1] for part in ("--only", name))) == 0
+    whole, half = Load(2, 8, 3), Load(2, 4, 3)
+    assert timed == [
+        (names[0], None, None),
+        (names[1], half, None),
+        (names[2], whole, None),
+        (names[2], whole, whole),
+        (names[1], whole, whole),
+        (names[0], half, half),
+    ]
     rows = read(tmp_path)["rungs"]
     assert [row["tokens_per_second"] for row in rows] == [2.0, 2.0, 2.0]
-    assert {row["measured"]["prompt_tokens"] for row in rows} == {8}
+    assert [row["measured"]["prompt_tokens"] for row in rows] == [4, 8, 8]
+    assert [row["is_cut"] for row in rows] == [True, False, False]
 
 
 def test_a_rung_that_fails_on_the_way_down_has_failed(
@@ -115,11 +141,11 @@ def test_a_rung_that_fails_on_the_way_down_has_failed(
     """Though it was timed on the way up."""
     real, timed = Ladder.time, list[str]()
 
-    def time(self: Ladder, rung: Rung) -> dict[str, Any]:
+    def time(self: Ladder, rung: Rung, *parts: Load | None) -> dict[str, Any]:
         timed.append(rung.name)
         if len(timed) > 1:
             raise RuntimeError("no more")
-        return real(self, rung)
+        return real(self, rung, *parts)
 
     monkeypatch.setattr(Ladder, "time", time)
     monkeypatch.setattr(Ladder, "is_disturbed", True)
@@ -163,6 +189,22 @@ def test_other_tokens_alone_are_seen(
     (row,) = read(tmp_path)["rungs"]
     assert row["status"] == "unequal"
     assert "step 1: tokens" in row["reason"]
+
+
+def test_log_probabilities_are_held_to_their_class(
+    climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is a hundredth off is unequal, though every token is right."""
+
+    def scaled(logits: Tensor) -> Tensor:
+        return 1.01 * sampler.log_probabilities(logits)
+
+    rung = replace(rungs.RUNGS[1], components={"sampler.log_probabilities": scaled})  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(rungs, "RUNGS", (rungs.RUNGS[0], rung))
+    assert climb("--only", rung.name) == cli.ENGINE_ERROR
+    (row,) = read(tmp_path)["rungs"]
+    assert row["status"] == "unequal"
+    assert "step 1: log-probabilities are" in row["reason"]
 
 
 def test_a_failed_request_is_named(
@@ -213,10 +255,10 @@ def test_what_was_found_is_kept_as_it_comes(
     """Whoever stops a later rung, or counting, loses nothing of those before."""
     whole = Ladder.climb
 
-    def stopped(ladder: Ladder, rung: rungs.Rung) -> dict[str, Any]:
+    def stopped(ladder: Ladder, rung: Rung, least: Load | None) -> dict[str, Any]:
         if rung is not rungs.RUNGS[0]:
             raise SystemExit(9)
-        return whole(ladder, rung)
+        return whole(ladder, rung, least)
 
     monkeypatch.setattr(Ladder, "climb", stopped)
     assert climb() == 9
@@ -280,14 +322,73 @@ def test_unknown_rungs_are_refused(
     assert "no rung is called 'loop'" in capsys.readouterr().err
 
 
-RESULTS = sorted((Path(rungs.__file__).parents[1] / "benchmarks/results").glob("*"))
+def test_what_cannot_be_written_is_refused_before_the_work(
+    climb: Main,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A file is no folder; one line says so, and nothing was run."""
+    monkeypatch.setattr(Ladder, "__init__", None)
+    (tmp_path / "file").touch()
+    assert climb("--output", str(tmp_path / "file")) == cli.USER_ERROR
+    error = capsys.readouterr().err
+    assert error.startswith("error: output ") and error.count("\n") == 1
+
+
+def test_no_run_takes_less_than_no_time(
+    climb: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit below zero is refused."""
+    assert climb("--seconds", "-1") == cli.USER_ERROR
+    assert "--seconds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
+    ("model", "idle"),
+    [
+        ("hybrid", []),
+        ("attention", [6, 7, 8, 9, 16]),
+        ("mamba", [5, 9, 16]),
+        ("latent", []),
+    ],
+)
+def test_a_rung_says_why_it_changes_nothing(model: str, idle: list[int]) -> None:
+    """What is of layers that a model lacks is none of its business."""
+    config = model_config(model)
+    reasons = [why_idle(rung, config) for rung in rungs.RUNGS]
+    assert [place for place, reason in enumerate(reasons) if reason] == idle
+    kinds = {"attention": "Mamba-2", "mamba": "attention"}
+    if idle:
+        assert reasons[idle[0]] == f"the model has no {kinds[model]}"
+        assert reasons[-1] == "the model has no mixture of experts"
+
+
+def test_the_commit_is_that_of_the_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not of a repository in which somebody happens to be."""
+    expected = environment(CPU, None)["commit"]
+    monkeypatch.chdir(tmp_path)
+    someone = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    commit = (*someone, "commit", "--quiet", "--allow-empty", "-m", "Another")
+    for command in (("init", "--quiet"), commit):
+        subprocess.run(["git", *command], check=True)
+    found = environment(CPU, None)
+    assert (found["commit"], "triton" in found) == (expected, True)
+
+
+RESULTS = sorted((Path(rungs.__file__).parents[1] / "benchmarks/results").glob("*"))
+
+
+each_result = pytest.mark.parametrize(
     "path",
     [path for path in RESULTS if path.match("ladder_*.json")],
     ids=lambda path: path.stem,
 )
+
+
+@each_result
 def test_results_are_of_the_table_that_there_is(path: Path) -> None:
     """Every rung stands in a published result, in order, and none was unequal."""
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -295,6 +396,79 @@ def test_results_are_of_the_table_that_there_is(path: Path) -> None:
     assert {r["status"] for r in found["rungs"]} <= {"equal", "not possible here"}
     assert path.with_suffix(".svg").exists()
     assert found["environment"]["commit"]
+
+
+@each_result
+def test_rates_follow_from_each_other(path: Path) -> None:
+    """Those of all tokens, steps and the floor, from those of each kind of token."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    name, whole = found["model"], Load(**found["workload"])
+    is_drawn = name == "granite-350m"
+    fields = GRANITE_350M if is_drawn else read_config_files(find_folder(name))
+    config = read_model_config(fields)
+    made_of = count(config, getattr(torch, found["dtype"]).itemsize)
+    for row in found["rungs"]:
+        if row["status"] != "equal":
+            continue
+        load = Load(**row["measured"])
+        speeds = [row[f"{kind}_tokens_per_second"] for kind in ("prefill", "decode")]
+        computed = (
+            load.prompts * load.prompt_tokens,
+            load.prompts * (load.new_tokens - 1),
+        )
+        prefill, decode = (n / speed for n, speed in zip(computed, speeds, strict=True))
+        workload = load.draw(0, config.vocab_size)
+        floor = floor_of(made_of, workload, Rates(**found["rates"]))
+        assert row["share_of_floor"] == pytest.approx(floor / (prefill + decode))
+        steps = (load.new_tokens - 1) / decode
+        assert row["decode_steps_per_second"] == pytest.approx(steps)
+        parts = whole.prompt_tokens, whole.new_tokens - 1
+        seconds = sum(n / speed for n, speed in zip(parts, speeds, strict=True))
+        assert row["tokens_per_second"] == pytest.approx(sum(parts) / seconds)
+        assert row["is_cut"] is (load != whole)
+
+
+def test_rates_are_those_computed_by_hand() -> None:
+    """A half that took 5 s: 8 tokens of prompts 4 s, two steps of 2 new tokens 1 s."""
+    half, whole = Load(2, 4, 3), Load(2, 8, 5)
+    served = Served(half, seconds={"prefill": 4.0, "decode": 1.0})
+    served.tokens.update(prefill=8, decode=4)
+    served.steps.update(prefill=1, decode=2)
+    # One byte is read in each of three steps, at one byte a second.
+    counts = Counts(1, *[0] * 10, num_bytes=1)
+    rates = Rates(read=1.0, copy=1.0, flops=math.inf)
+    found = serving.rate(served, whole, counts, 100, rates)
+    assert found["is_cut"]
+    assert found["prefill_tokens_per_second"] == 2
+    assert found["decode_tokens_per_second"] == 4
+    assert found["tokens_per_second"] == (8 + 4) / (8 / 2 + 4 / 4)
+    assert found["decode_steps_per_second"] == 2
+    assert found["share_of_floor"] == 3 / 5
+
+
+def shown(found: dict[str, Any]) -> str:
+    """Return the table that is printed."""
+    console = Console(file=io.StringIO(), width=160)
+    reports.show_ladder(found, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@each_result
+def test_tables_say_of_what_counts_are(path: Path) -> None:
+    """Of one step that decodes; what a file does not have is left out."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row for row in found["rungs"] if "per_step" in row]
+    steps = [row["per_step"]["decode"] for row in rows]
+    rows_of_step = steps[0]["tokens"]
+    for step in steps:
+        step.pop("copies", None)
+    assert "copies" not in shown(found)
+    for step in steps:
+        step["copies"] = 98765
+    text = shown(found)
+    assert f"host reads: of one step that decodes {rows_of_step} tokens" in text
+    assert text.count("98,765") == len(rows)
 
 
 # What it is made of.
@@ -309,7 +483,9 @@ GRAPH = [event("kernel", "gemm", correlation=7), event("kernel", "norm", correla
 COPIES = [
     event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", bytes=100),
     event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", bytes=20),
+    event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", bytes=10),
     event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", bytes=3),
+    event("gpu_memset", "Memset (Device)", bytes=5),
     event("cuda_runtime", "cudaMemcpyAsync"),
 ]
 
@@ -324,9 +500,26 @@ COPIES = [
     ],
 )
 def test_launches_are_counted_by_call(calls: list[Any], launches: int) -> None:
-    """A graph is one; copies and kernels are counted apart."""
+    """A graph is one; copies, of which none within a device, are counted apart."""
     found = counting.summarize([*calls, *GRAPH, *COPIES])
-    assert found == (launches, 2, 120)
+    assert found == (launches, 2, 3, 130)
+
+
+@pytest.mark.parametrize("events", [[], [*GRAPH, *COPIES]])
+def test_what_a_profiler_sees_is_counted(
+    monkeypatch: pytest.MonkeyPatch, events: list[Any]
+) -> None:
+    """On a GPU; one that sees no kernels is not believed to see copies."""
+    for name in ("TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(counting, "profile", lambda activities: nullcontext(True))
+    monkeypatch.setattr(counting, "read_trace", lambda _: events)
+    with counting.counting(torch.device("cuda")) as counts:
+        pass
+    found = counts.launches, counts.kernels, counts.copies, counts.copied_bytes
+    assert found == ((1, 2, 3, 130) if events else (None,) * 4)
+    assert bool(counts.why_none) is not bool(events)
 
 
 @pytest.mark.parametrize("graphs", ["off", "padded"])
@@ -356,6 +549,23 @@ def test_workloads_grow_until_the_limit(
     assert serving.serve_within(None, load, limit).load.prompt_tokens == kept
     assert seen[: seen.index(kept)] == sorted(set(seen) - {kept})
     assert seen.count(64) == (serving.RUNS + 1 if kept == 64 else 0)
+
+
+def test_a_part_is_served_however_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No smaller one is tried."""
+    load, seen = Load(1, 64, 16), set[int]()
+
+    def serve(engine: Any, load: Load, seed: int = 0) -> Served:
+        seen.add(load.prompt_tokens)
+        return Served(load, seconds={"prefill": 100.0})
+
+    monkeypatch.setattr(serving, "serve", serve)
+    for least in (load.cut(4), load):
+        seen.clear()
+        assert serving.serve_within(None, load, 1.0, least).load == least
+        assert seen == {least.prompt_tokens}
 
 
 @pytest.mark.parametrize("compiled", [4, 16, 64])

@@ -15,7 +15,7 @@ from tests.tolerances import LOST_KERNELS
 
 pytestmark = pytest.mark.gpu
 
-RUNGS = ("loops", "fused kernels", "full graphs")
+RUNGS = ("loops", "sampling on the device", "fused kernels", "full graphs")
 
 
 def test_rungs_are_timed_and_their_launches_counted(
@@ -35,7 +35,8 @@ def test_rungs_are_timed_and_their_launches_counted(
     assert {row["status"] for row in found["rungs"]} == {"equal"}, found["rungs"]
     assert not caught.value.code
     assert set(found["rungs"][-1]["steps"]) == {"prefill graph", "decode graph"}
-    loops, fused, graph = (row["per_step"]["decode"] for row in found["rungs"])
+    loops, apart, fused, graph = (row["per_step"]["decode"] for row in found["rungs"])
+    assert all(step["stored_states"] == 2 for step in (loops, apart, fused, graph))
     assert loops["host_reads"] > fused["host_reads"] == graph["host_reads"] == 1
     assert all(0 < row["share_of_floor"] < 1 for row in found["rungs"])
     if loops["why_none"]:
@@ -45,6 +46,9 @@ def test_rungs_are_timed_and_their_launches_counted(
     assert loops["launches"] > fused["launches"] > graph["launches"]
     assert loops["kernels"] == pytest.approx(loops["launches"], rel=LOST_KERNELS)
     assert graph["kernels"] > 2 * graph["launches"]
+    # Index arrays one by one, and then in one copy; tokens come back in another.
+    assert loops["copies"] > apart["copies"] > fused["copies"] >= 2
+    assert graph["copies"] >= 2
     assert all(step["copied_bytes"] > 0 for step in (loops, fused, graph))
 
 
@@ -64,4 +68,7 @@ def test_every_claim_is_measured(
     assert {row["form"] for row in parts["staging"]} == set(claims.STAGING)
     assert {row["mode"] for row in parts["streams"]} == {"graph"}
     assert all(0 < row["occupancy"] <= 1 for row in parts["tiles"])
-    assert all(row["launches"] or row["why_none"] for row in parts["bookkeeping"])
+    counted = parts["bookkeeping"]
+    assert all(row["launches"] or row["why_none"] for row in counted)
+    if not counted[0]["why_none"]:
+        assert counted[0]["copies"] < counted[1]["copies"]
