@@ -520,8 +520,12 @@ def test_one_fault_from_the_command_line() -> None:
 
 def test_the_example_finds_its_fault() -> None:
     """The right component passes, the faulty one is caught."""
-    status, shown = python("examples/verify_component.py")
-    assert status == 0, shown
-    assert "=scan_decode equals reference" in shown
-    assert "=faulty_scan_decode differs from reference" in shown
-    assert "to blame: scan.scan_decode" in shown
+    for form in (
+        ("examples/verify_component.py",),
+        ("-m", "examples.verify_component"),
+    ):
+        status, shown = python(*form)
+        assert status == 0, shown
+        assert "=scan_decode equals reference" in shown
+        assert "=faulty_scan_decode differs from reference" in shown
+        assert "to blame: scan.scan_decode" in shown
