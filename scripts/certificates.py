@@ -2,16 +2,15 @@
 
     python scripts/certificates.py [--device cuda] [--jobs 7] [--commit COMMIT]
 
-The tiny ones are those of the tests, saved by `transformers` itself. Exit status 1
-means that one is not passed. The reference runs on the CPU in any case: its loops are
-faster there than on a GPU.
+The tiny ones are those of the tests, saved by `transformers` itself, but rounded. Exit
+status 1 means that one is not passed. The reference runs on the CPU in any case: its
+loops are faster there than on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from safetensors.torch import load_file, save_file  # noqa: E402
+
 from lockstep.verify import certify, library  # noqa: E402
+from lockstep.verify.certificate import find_commit  # noqa: E402
 from tests.checkpoints import BASES, MOE, save  # noqa: E402
 
 #: What is not as in the base of a family.
@@ -50,7 +52,7 @@ def make(name: str, device: str, commit: str, output: str) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / f"tiny-{name}"
         if name != "demo":
-            save(model, {"model_type": name, **FIELDS.get(name, {})})
+            save_rounded(name, model)
         made = certify(
             "demo" if name == "demo" else model,
             device=device,
@@ -61,11 +63,16 @@ def make(name: str, device: str, commit: str, output: str) -> tuple[bool, str]:
     return made.passed, f"{made} ({time.perf_counter() - start:.0f} s)"
 
 
-def current_commit() -> str:
-    """Ask git for the commit of the checkout."""
-    command = ["git", "rev-parse", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip()
+def save_rounded(name: str, folder: Path) -> None:
+    """Save the tiny checkpoint of a family, its weights rounded to bfloat16.
+
+    A logarithm's last bit depends on the machine; what is rounded does not, so that
+    everyone gets the same file.
+    """
+    save(folder, {"model_type": name, **FIELDS.get(name, {})})
+    path = folder / "model.safetensors"
+    rounded = {n: w.bfloat16().to(w.dtype) for n, w in load_file(path).items()}
+    save_file(rounded, path, {"format": "pt"})
 
 
 def main() -> int:
@@ -79,7 +86,7 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", default=["demo", *BASES])
     chosen = parser.parse_args()
-    commit = chosen.commit or current_commit()
+    commit = chosen.commit or find_commit()
     given = chosen.device, commit, chosen.output
     results: list[bool] = []
     # A fresh process each: CUDA does not survive a fork.

@@ -2,8 +2,9 @@
 
 Log-probabilities of every position of several texts are compared, each a prompt and
 what transformers greedily makes of it, in every way that an engine has to compute them.
-A way in which what it is for did not happen, such as a restore, is not passed. Ways,
-and known faults of transformers, stand in ``certificate.toml``.
+A way in which what it is for did not happen, such as a restore, is not passed, nor one
+in which what it is not did. Ways, and known faults of transformers, stand in
+``certificate.toml``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import math
 import platform
+import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -20,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -60,9 +63,11 @@ class Way(NamedTuple):
 
     about: str
     needs: list[str]
+    bars: list[str] = []
     options: dict[str, Any] = {}
     given: str = "prompt"
     cached: bool = False
+    restored: bool = False
     reference: bool = True
 
 
@@ -101,6 +106,8 @@ class Result:
         tokens: Those of them after which a token of the continuation comes.
         equal_tokens: Those where the same token is the likeliest.
         ties: Those where another is, by at most twice the bound.
+        missed: Positions that should have been compared, and were not.
+        restored: Lengths of the prompts whose beginning was restored.
         events: What happened, how often.
         fault: Why it is not passed; empty if it is.
         skipped: Why it was not run; empty if it was.
@@ -116,6 +123,8 @@ class Result:
     tokens: int = 0
     equal_tokens: int = 0
     ties: int = 0
+    missed: int = 0
+    restored: list[int] = field(default_factory=list[int])
     events: dict[str, int] = field(default_factory=dict[str, int])
     fault: str = ""
     skipped: str = ""
@@ -141,15 +150,19 @@ class Result:
         self.equal_tokens += int((~others).sum())
         self.ties += int(ties.sum())
 
-    def judge(self, needs: Iterable[str], bound: float) -> None:
+    def judge(self, way: Way, bound: float) -> None:
         """Say what is wrong, if anything is and nothing has been said."""
-        missing = [name for name in needs if not self.events.get(name)]
+        missing = [name for name in way.needs if not self.events.get(name)]
+        barred = [name for name in way.bars if self.events.get(name)]
         where = f"position {self.position} of the prompt of {self.prompt} tokens"
         others = self.tokens - self.equal_tokens - self.ties
         found = {
             f"differs by {self.worst:.1e} at {where}": self.worst > bound,
             f"{others} of {self.tokens} tokens are others": others,
             f"there were no {' and no '.join(missing)}": missing,
+            f"there were {' and '.join(barred)}": barred,
+            f"{self.missed} positions were not compared": self.missed,
+            "nothing was compared": not self.positions,
         }
         faults = [text for text, is_so in found.items() if is_so]
         self.fault = self.fault or next(iter(faults), "")
@@ -185,6 +198,8 @@ class Certificate:
             return "\n".join(f"FAIL {each}" for each in self.content["failures"])
         worst = max(each["worst"] for each in self.content["results"])
         name, bound = self.content["name"], self.content["bound"]
+        if replaced := self.content["components"]:
+            name = f"{name} with another {' and '.join(replaced)}"
         return f"PASS {name}: {worst:.1e} from transformers, {bound:.1e} allowed"
 
     def write(self, folder: str | PathLike[str]) -> Path:
@@ -219,12 +234,13 @@ def certify(
         device: Where transformers and the optimized backend run.
         reference_device: Where the reference runs; there too unless set.
         dtype: Of weights and activations, to which the checkpoint's are brought.
-        commit: Of Lockstep, for the record.
+        commit: Of Lockstep, where git cannot say.
         verbose: Whether a bar on a terminal shows how far it is.
 
     Raises:
         ConfigError: A family, an option or a device that cannot work, a way or a
-            backend that does not exist, or a transformers that lacks the model.
+            backend that does not exist, a model of too few positions, or a transformers
+            that lacks the model.
         CheckpointError: A folder that is missing or damaged.
     """
     ways, backends = [*ways], [*backends]
@@ -233,6 +249,7 @@ def certify(
     folder, where = find_folder(model), find_device(device)
     home = find_device(reference_device or device)
     config = read_model_config(read_config_files(folder))
+    _check_room(config)
     dtype = str(find_dtype(dtype, config, where)).removeprefix("torch.")
     if dtype == "float64":
         raise ConfigError("dtype is float64, by which the others are judged")
@@ -242,18 +259,17 @@ def certify(
     texts = [*_texts(Library(folder, config, where, dtype), config, block, verbose)]
     rounding = max(float(differences(e.expected, e.exact).max()) for e in texts)
     bound = LIBRARY_FACTOR * rounding
-    results = [Result(name, side) for name in ways for side in backends]
-    results = [e for e in results if e.backend != "reference" or WAYS[e.way].reference]
+    results = [Result(*pair) for pair in _pairs(ways, backends)]
     for each in _shown("comparing", results, verbose):
         _try(each, texts, bound, setups[places[each.backend]], components or {})
-    devices = {**places, "transformers": where}.items()
     failures = [*_failures(results, bound)]
     return Certificate(
         {
             "verdict": "FAIL" if failures else "PASS",
             "failures": failures,
             **_about(folder, config, commit),
-            "devices": {n: _describe(d) for n, d in devices},
+            "components": {n: _name(part) for n, part in (components or {}).items()},
+            **_tried(results, places | {"transformers": where}),
             "dtype": dtype,
             "block": block,
             "prompts": [text.prompt for text in texts],
@@ -273,6 +289,36 @@ def _check_known(names: Iterable[str], known: Iterable[str]) -> None:
             raise ConfigError(f"there is no {name!r}; known are {', '.join(known)}")
 
 
+def _check_room(config: ModelConfig) -> None:
+    """Refuse a model in which no prompt has room."""
+    if config.max_positions <= NEW_TOKENS:
+        raise ConfigError(
+            f"the model has {config.max_positions} positions; a certificate needs "
+            f"{NEW_TOKENS + 1}, for a prompt and {NEW_TOKENS} tokens after it: raise "
+            "max_position_embeddings in config.json if it can have more"
+        )
+
+
+def _pairs(ways: Iterable[str], backends: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Pair ways with the backends that have them."""
+    pairs = product(ways, backends)
+    yield from (e for e in pairs if e[1] != "reference" or WAYS[e[0]].reference)
+
+
+def _tried(
+    results: Iterable[Result], places: Mapping[str, torch.device]
+) -> dict[str, dict[str, Any]]:
+    """Name the engines of each way that ran, all others that there are, and devices."""
+    ran = {(each.way, each.backend) for each in results if not each.skipped}
+    tried: dict[str, dict[str, list[str]]] = {"ran": {}, "not_run": {}}
+    for way, side in _pairs(WAYS, BACKENDS):
+        kind = "ran" if (way, side) in ran else "not_run"
+        tried[kind].setdefault(way, []).append(side)
+    used = {"transformers", *(side for _, side in ran)}
+    devices = {name: _describe(place) for name, place in places.items() if name in used}
+    return {**tried, "devices": devices}
+
+
 def _set_up(
     folder: Path, config: ModelConfig, places: Iterable[torch.device], dtype: str
 ) -> dict[torch.device, Setup]:
@@ -281,10 +327,10 @@ def _set_up(
     return {each: make_setup(str(folder), options, each, dtype) for each in places}
 
 
-def _failures(results: Iterable[Result], bound: float) -> Iterator[str]:
+def _failures(results: Sequence[Result], bound: float) -> Iterator[str]:
     """Say why a checkpoint is not passed."""
     yield from (f"{e.way}, {e.backend}: {e.fault}" for e in results if e.fault)
-    if not any(each.positions for each in results):
+    if all(each.skipped for each in results):
         yield "nothing was compared"
     if not math.isfinite(bound):
         yield "transformers gives log-probabilities that are no numbers"
@@ -318,10 +364,52 @@ def _try(
     components: Mapping[str, Any],
 ) -> None:
     """Compute all texts in one way, and compare."""
-    way, block = WAYS[result.way], setup.sizes.block_size
-    if way.options.get("graphs") == "all" and setup.device.type != "cuda":
+    way, has_states = WAYS[result.way], setup.model_config.mamba is not None
+    graphs = str(way.options.get("graphs"))
+    if graphs == "all" and setup.device.type != "cuda":
         result.skipped, result.worst = "not run: needs a GPU", 0.0
         return
+    engine = _build(result, texts, setup, components)
+    if way.cached:
+        _run(engine, texts, "all", lambda record: None)
+    mode = {"padded": "padded", "all": "graph"}.get(graphs, "eager")
+    stored = range(engine.sizes.first_snapshot_slot, engine.sizes.zero_slot)
+    count, starts, seen = Counter[str](), dict[int, int](), set[tuple[int, int]]()
+
+    def look(record: StepRecord) -> None:
+        count.update(events_of(record, record))
+        count["shared steps"] += len(record.rows) > 1
+        count["replayed graphs"] += record.mode == "graph"
+        count["eager steps"] += bool(record.rows) and record.mode != mode
+        for row in record.rows:
+            index = int(row.request_id)
+            start = starts.setdefault(index, row.start)
+            is_cut = row.kind is RowKind.PREFILL and row.start and row.cache is None
+            count["continued prompts"] += bool(is_cut)
+            count["restored states"] += row.initial_slot_id in stored
+            rows = record.logprobs.get(row.request_id)
+            if rows is not None and (start or not way.restored):
+                result.note(texts[index], row.start, rows.cpu(), bound)
+                seen.update((index, row.start + at) for at in range(len(rows)))
+        for why in record.failed.values():
+            result.fault = result.fault or why
+
+    _run(engine, texts, way.given, look)
+    result.events = dict(+count)
+    result.restored = [texts[index].prompt for index in starts if starts[index]]
+    for index, text in enumerate(texts):
+        start, end = starts.get(index, 0), len(text.token_ids) - 1
+        if start or not way.restored:
+            result.missed += sum((index, at) not in seen for at in range(start, end))
+    needs = [name for name in way.needs if has_states or name != "restored states"]
+    result.judge(way._replace(needs=needs), bound)
+
+
+def _build(
+    result: Result, texts: Sequence[Text], setup: Setup, components: Mapping[str, Any]
+) -> Any:
+    """Build an engine for a way, in which the texts just fit."""
+    way, block = WAYS[result.way], setup.sizes.block_size
     longest = max(len(text.token_ids) for text in texts)
     blocks = [num_blocks_for(len(text.token_ids), block) for text in texts]
     tight = {"max_tokens_per_step": longest, "num_blocks": max(blocks)}
@@ -332,29 +420,7 @@ def _try(
     options |= room | own
     if result.backend != "reference":
         options.setdefault("graphs", "off")
-    engine = Side(result.backend, options=options).build(setup, components)
-    if way.cached:
-        _run(engine, texts, "all", lambda record: None)
-    count, sizes = Counter[str](), engine.sizes
-    stored = range(sizes.first_snapshot_slot, sizes.zero_slot)
-
-    def look(record: StepRecord) -> None:
-        count.update(events_of(record, record))
-        for row in record.rows:
-            is_cut = row.kind is RowKind.PREFILL and row.start and row.cache is None
-            count["continued prompts"] += bool(is_cut)
-            count["restored states"] += row.initial_slot_id in stored
-            if row.request_id in record.logprobs:
-                rows = record.logprobs[row.request_id].cpu()
-                result.note(texts[int(row.request_id)], row.start, rows, bound)
-        count["replayed graphs"] += record.mode == "graph"
-        for why in record.failed.values():
-            result.fault = result.fault or why
-
-    _run(engine, texts, way.given, look)
-    result.events = dict(+count)
-    stateless = {"restored states"} if not setup.model_config.mamba else set[str]()
-    result.judge([name for name in way.needs if name not in stateless], bound)
+    return Side(result.backend, options=options).build(setup, components)
 
 
 def _run(
@@ -384,9 +450,12 @@ def differences(actual: Tensor, expected: Tensor) -> Tensor:
 
 def _about(folder: Path, config: ModelConfig, commit: str) -> dict[str, Any]:
     """Say what was compared: model, files and versions."""
-    versions = {"lockstep": __version__, "commit": commit or "not given"}
+    commit = commit or find_commit() or "not given"
+    versions = {"lockstep": __version__, "commit": commit}
     versions |= {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("triton", "transformers"):
+    # The last two are what transformers computes with where it finds them.
+    for name in ("triton", "transformers", "mamba-ssm", "causal-conv1d"):
+        versions[name] = "not installed"
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     files: dict[str, str] = {}
@@ -405,6 +474,24 @@ def _about(folder: Path, config: ModelConfig, commit: str) -> dict[str, Any]:
         "factor": LIBRARY_FACTOR,
         "faults": [e for e in TABLES["faults"] if config.family in e["families"]],
     }
+
+
+def find_commit() -> str:
+    """Ask git for the commit of the checkout that this is; empty if it is none."""
+    root = _HERE.resolve().parents[2]
+    done = ""
+    # What is installed below a checkout of something else has no commit.
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        with suppress(OSError):
+            done = subprocess.run(command, capture_output=True, text=True).stdout
+    return done.strip()
+
+
+def _name(part: Any) -> str:
+    """Name what replaces a component."""
+    name = getattr(part, "__qualname__", type(part).__qualname__)
+    return part if isinstance(part, str) else f"{part.__module__}:{name}"
 
 
 def _describe(device: torch.device) -> str:
