@@ -2265,4 +2265,36 @@ drawn = self.components.sample(logits[batch.sample_index], batch.draws)
         source="Megatron-LM#5791",
         needs_gpu=True,
     ),
+    Mutant(
+        id="M144",
+        name="splits of a context are added up with maxima of their own",
+        file="optimized/kernels/attention.py",
+        old="fade = tl.where(is_used, tl.exp2(top - tl.max(top, 0)), 0)",
+        new="fade = is_used.to(top.dtype)",
+        tests=("tests/kernels/test_attention_moe.py::test_splits_do_not_show[4]",),
+        source="made up for this list",
+    ),
+    Mutant(
+        id="M145",
+        name="a token's experts are weighed in the order of its pairs, turned round",
+        file="optimized/kernels/moe.py",
+        old="row = tl.load(places + token * TOP_K + choice, mask=is_there, other=0)",
+        new="""\
+other_choice = TOP_K - 1 - choice
+        row = tl.load(places + token * TOP_K + other_choice, mask=is_there, other=0)""",
+        tests=("tests/kernels/test_attention_moe.py::test_experts[plain-17]",),
+        source="made up for this list",
+    ),
+    Mutant(
+        id="M146",
+        name="a window is stored without its newest input",
+        file="optimized/kernels/conv1d.py",
+        old="place = end - WINDOW + lane",
+        new="place = end - 1 - WINDOW + lane",
+        tests=(
+            "tests/kernels/test_mamba.py::test_convolutions[True-4-5]",
+            "tests/kernels/test_mamba.py::test_convolutions[False-2-0]",
+        ),
+        source="made up for this list",
+    ),
 )
