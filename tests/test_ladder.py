@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import counting, reports, rooflines, serving
+from benchmarks.claims import TINY as TINY_SHAPE
 from benchmarks.kernels import ROTATED
 from benchmarks.reference_speed import environment
 from benchmarks.rooflines import (
@@ -32,7 +33,7 @@ from benchmarks.rooflines import (
 )
 from benchmarks.serving import Load, Served
 from benchmarks.shapes import GRANITE_350M, SHAPES
-from lockstep import cli, rungs
+from lockstep import cli, ladder, rungs
 from lockstep.families import read_config_files, read_model_config
 from lockstep.ladder import COUNTED, Ladder, why_idle
 from lockstep.llm import find_folder
@@ -97,6 +98,16 @@ def test_rungs_are_compared_timed_and_counted(climb: Main, tmp_path: Path) -> No
     assert found["counted"] == asdict(COUNTED) | {"block_size": 16}
     assert all(row["seconds"] > 0 for row in found["rungs"])
     assert set(possible[-1]["steps"]) == {"prefill padded", "decode padded"}
+
+
+def test_counted_blocks_are_short_whatever_a_model_has(
+    climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no prompt would end one, and copies of states would cost nothing."""
+    monkeypatch.setitem(ladder.SHAPES, "tiny", TINY_SHAPE | {"chunk_size": 32})
+    assert climb("--model", "tiny", "--only", "loops") == 0
+    (row,) = read(tmp_path)["rungs"]
+    assert [step["stored_states"] for step in row["per_step"].values()] == [2, 2]
 
 
 def test_by_the_wall_clock_the_faster_of_two_times_is_kept(
