@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import Counter
+from collections.abc import Generator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ SIDES = ("reference", "optimized")
 # Read when triton is imported: without a GPU, its kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+IS_INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 # Every call of a side has its shapes and dtypes checked; without beartype, none has.
 # Kernels are no Python that could be checked.
@@ -92,17 +96,54 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
 
 
-def pytest_sessionfinish() -> None:
-    """Leave the largest errors that were let pass in a folder, where one is named."""
-    if folder := os.environ.get("LOCKSTEP_MEASURED", ""):
+def pytest_configure() -> None:
+    """Count what is interpreted."""
+    if IS_INTERPRETING:
         # Not before modules can be hooked.
+        from tests.kernels import interpreting
+
+        interpreting.start()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Let each report carry what was interpreted."""
+    report = yield
+    if IS_INTERPRETING:
+        from tests.kernels import interpreting
+
+        interpreting.note(report)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Leave the largest errors that were let pass in a folder, where one is named.
+
+    Tests that have too much interpreted have failed.
+    """
+    if folder := os.environ.get("LOCKSTEP_MEASURED", ""):
         from tests.tolerances import write_measured
 
         write_measured(folder)
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and _say_what_was_interpreted(reporter)[1]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _say_what_was_interpreted(reporter: Any) -> tuple[list[str], list[str]]:
+    """Say what all processes have had interpreted, and what of it is too much."""
+    from tests.kernels import interpreting
+
+    totals = interpreting.add_up(chain.from_iterable(reporter.stats.values()))
+    counts = [f"{count:,} {name}" for name, count in totals.items() if count]
+    return counts, list(interpreting.excesses(totals))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many tokens two engines might have drawn differently, if any test did."""
+    """Say how many tokens two engines might have drawn differently, if any test did.
+
+    And what was interpreted, if anything.
+    """
     totals: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -113,3 +154,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(
                 f"{dtype}: {totals[f'ties of {dtype}']} of {tokens} tokens were ties"
             )
+    counts, excesses = _say_what_was_interpreted(terminalreporter)
+    for line in counts:
+        terminalreporter.write_line(line)
+    for line in excesses:
+        terminalreporter.write_line(line, red=True)

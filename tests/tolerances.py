@@ -118,6 +118,9 @@ SMALL_PARAMETERS = 2e-3
 #: times the widest tolerance on them.
 WITNESS_FACTOR = 100
 
+#: What all tests together may have Triton's interpreter run on a CPU.
+MOST_INTERPRETED = {"interpreted programs": 20_000, "interpreted engine steps": 60}
+
 
 #: The largest error of each class that was let pass in this process, in roundoffs, and
 #: the test that it is of.

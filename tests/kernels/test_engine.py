@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lockstep.plan import BatchShape
-from tests.engines import assert_equals_lone, drain, greedy, make_engine
+from tests.engines import assert_equals_lone, greedy, make_engine
+from tests.guards import drain_guarded, make_guarded
 from tests.kernels.compiling import recorded
 from tests.scenarios.common import is_mixed, text, tiny
 
@@ -16,22 +17,20 @@ SAMPLING = greedy(3)
 
 @pytest.mark.parametrize("graphs", ["off", "padded"])
 def test_an_engine_of_kernels_equals_the_reference(graphs: str) -> None:
-    """Prompts in company, one of them cut; then one again, from a stored state."""
-    engine = make_engine(
-        MODEL,
-        "optimized",
-        kernels="triton",
-        graphs=graphs,
-        max_requests=3,
-        max_tokens_per_step=24,
+    """Prompts in company, one of them cut; then one again, from a stored state.
+
+    Nothing is written next to a tensor meanwhile.
+    """
+    engine, guards = make_guarded(
+        MODEL, kernels="triton", graphs=graphs, max_requests=3, max_tokens_per_step=24
     )
     for index, length in enumerate((18, 5, 20)):
         engine.add(text(length, seed=index), SAMPLING)
-    run = drain(engine)
+    run = drain_guarded(engine, guards)
     assert any(map(is_mixed, run.records))
     assert any(row.snapshots for record in run.records for row in record.rows)
     again = engine.add(text(20, seed=2), SAMPLING)
-    run = drain(engine, run)
+    run = drain_guarded(engine, guards, run)
     assert run.outputs[again].cache.num_skipped_tokens == 16
     for output in run.outputs.values():
         assert_equals_lone(MODEL, output, run, SAMPLING)
