@@ -95,6 +95,10 @@ def test_a_family_passes_every_way(tmp_path: Path) -> None:
     assert {("cold", "reference"), ("warm", "reference")} <= tried
     assert content["not_run"] == {"graphed": ["optimized"]}
     assert "**Not tried**: graphed (optimized)." in made.page
+    # More than there are, of which the page tells why.
+    (again,) = {e["positions"] for e in content["results"] if e["way"] == "preempted"}
+    assert again > sum(length + NEW_TOKENS - 1 for length in content["prompts"])
+    assert "after it was preempted, is compared and counted again" in made.page
     page = made.write(tmp_path / "out")
     assert page.read_text() == made.page
     read = Certificate(json.loads(page.with_suffix(".json").read_text()))
@@ -168,6 +172,7 @@ def test_the_commit_is_that_of_the_package(
     folder = tiny(tmp_path, "llama")
     made = certify(folder, ways=["cold"], backends=["optimized"])
     assert made.content["versions"]["commit"] == commit
+    (tmp_path / "installed").mkdir()
     monkeypatch.setattr(certificate, "_HERE", tmp_path / "installed" / path)
     monkeypatch.chdir(tmp_path)
     assert find_commit() == ""
@@ -358,6 +363,8 @@ def test_an_eager_step_among_padded_ones_fails(
     made = certify(tiny(tmp_path), ways=["padded"])
     assert made.content["failures"] == ["padded, optimized: there were eager steps"]
     assert made.content["results"][0]["events"]["eager steps"] == 1
+    # The reference has no such way, so it ran nowhere.
+    assert {*made.content["devices"]} == {"optimized", "transformers"}
 
 
 def test_positions_that_are_left_out_fail(
