@@ -18,6 +18,7 @@ On a CPU a tiny model goes through the same, but for what takes a GPU.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -555,9 +556,12 @@ def main(
             "ratio": "milliseconds beside those of the first form, which is today's",
             "ms": "median of whole steps, or of the kernels of a convolution",
         },
-        "claims": {name: CLAIMS[name] for name in chosen},
+        "claims": CLAIMS,
+        "environments": {},
         "parts": {},
     }
+    if output is not None:
+        keep_others(found, reports.find_path("claims", where, output), chosen)
     bench: Bench | None = None
     parts = {
         "staging": staging,
@@ -565,7 +569,7 @@ def main(
         "graphs": graphs,
         "streams": streams,
     }
-    for part in found["claims"]:
+    for part in chosen:
         if part == "tiles":
             rows = tiles(where)
         else:
@@ -573,6 +577,7 @@ def main(
                 bench = Bench(model, where, *LIMITS["tiny" if is_tiny else "large"])
                 notes.print(f"{shape}: parameters are drawn")
             rows = parts[part](bench)
+        found["environments"][part] = found["environment"]
         taken = found["parts"].setdefault(part, [])
         try:
             for row in rows:
@@ -587,6 +592,25 @@ def main(
     every = [row for rows in found["parts"].values() for row in rows]
     if any("unequal" in row or "failed" in row for row in every):
         raise typer.Exit(1)
+
+
+def keep_others(found: dict[str, Any], path: Path, chosen: Sequence[str]) -> None:
+    """Take over what a file of the same shape has of other parts, and of when.
+
+    Args:
+        found: Gets parts and environments.
+        path: The file, if it is there.
+        chosen: Parts that are measured anew.
+    """
+    if not path.exists() or len(chosen) == len(CLAIMS):
+        return
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    if earlier["shape"] == found["shape"]:
+        for name in CLAIMS:
+            if name in earlier["parts"] and name not in chosen:
+                found["parts"][name] = earlier["parts"][name]
+                own = earlier.get("environments", {})
+                found["environments"][name] = own.get(name, earlier["environment"])
 
 
 def _own_shape(device: torch.device) -> str:

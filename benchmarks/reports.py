@@ -134,14 +134,19 @@ def write_json(
     """
     if folder is None:
         return None
+    path = find_path(name, device, folder)
+    make_folder(folder)
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def find_path(name: str, device: torch.device, folder: Path) -> Path:
+    """Name the file of what is measured on a device."""
     words = ["cpu"]
     if device.type == "cuda":
         # Without the maker, who comes first.
         words = torch.cuda.get_device_name(device).lower().split()[1:]
-    path = folder / f"{name}_{'-'.join(words)}.json"
-    make_folder(folder)
-    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    return path
+    return folder / f"{name}_{'-'.join(words)}.json"
 
 
 def draw_ladder(found: Mapping[str, Any], path: Path) -> None:

@@ -336,6 +336,23 @@ def test_launches_are_seen_with_their_grids() -> None:
     assert seen == [(6, ("compiled", (1,), {"warps": 4}))]
 
 
+def test_other_parts_of_a_file_are_kept(
+    quick: None, tmp_path: Path, measured: dict[str, Any]
+) -> None:
+    """With the environment that they are of, unless the shape is another."""
+    path = tmp_path / "claims_cpu.json"
+    path.write_text(json.dumps(measured), encoding="utf-8")
+    claims.main(device="cpu", output=tmp_path, commit="def", only=["graphs"])
+    found = json.loads(path.read_text(encoding="utf-8"))
+    commits = {name: each["commit"] for name, each in found["environments"].items()}
+    assert commits == dict.fromkeys(claims.CLAIMS, "abc") | {"graphs": "def"}
+    assert set(found["parts"]) == set(claims.CLAIMS)
+    assert found["parts"]["staging"] == measured["parts"]["staging"]
+    path.write_text(json.dumps(measured | {"shape": "nano3"}), encoding="utf-8")
+    claims.main(device="cpu", output=tmp_path, commit="def", only=["graphs"])
+    assert [*json.loads(path.read_text(encoding="utf-8"))["parts"]] == ["graphs"]
+
+
 def test_the_page_shows_what_was_measured() -> None:
     """Each table of the page is the one that is printed from the JSON."""
     page = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
