@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from lockstep.config import DTypeName, ModelConfig
+from lockstep.trace import StepRecord
 from tests.engines import Run, assert_equals_lone, drain, greedy, make_engine
 from tests.factories import model_config
 from tests.scenarios.common import is_mixed, text
@@ -40,6 +43,32 @@ def play(engine: Any, seed: int = 0) -> Run:
     drain(engine, run)
     engine.add(text(45, seed), greedy(8), f"again-{seed}")
     return drain(engine, run)
+
+
+def spoil_before_steps(engine: Any) -> None:
+    """Fill with NaN what no row may read: the last step's logits, and the dummies."""
+    step, sizes = engine.step, engine.sizes
+
+    def spoil_and_step() -> StepRecord:
+        kv, *states = engine.caches.tensors()
+        # The logits were made in this mode.
+        with torch.inference_mode():
+            engine.graphs._logits.fill_(math.nan)
+            kv[:, :, sizes.dummy_block] = math.nan
+            for pool in states:
+                pool[:, sizes.dummy_slot] = math.nan
+        return step()
+
+    engine.step = spoil_and_step
+
+
+def assert_extremes(engine: Any, records: Sequence[StepRecord]) -> None:
+    """See that all slots were filled, and sizes were largest, least, and largest."""
+    slots = [{row.slot_id for row in record.rows} for record in records]
+    assert any({0, engine.sizes.max_requests - 1} <= each for each in slots)
+    sizes = [record.padded_shape.tokens for record in records]
+    least = sizes.index(min(sizes), sizes.index(max(sizes)))
+    assert min(sizes) == 1 and max(sizes) in sizes[least:]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -75,10 +104,16 @@ def test_it_equals_the_reference(graphs: str, kernels: str) -> None:
 def test_a_replay_equals_the_eager_step(
     name: str, dtype: DTypeName, kernels: str
 ) -> None:
-    """Bit for bit at the same padded shape, again and again, large and small."""
+    """Bit for bit at the same padded shape, again and again, large and small.
+
+    Rows are in the first and in the last slot; what padding reads, and what the last
+    step left of its logits, is NaN.
+    """
     config = replace(model_config(name), dtype=dtype)
     runs = [Run(), Run()]
     engines = [start(config, g, kernels=kernels) for g in ("padded", "all")]
+    for engine in engines:
+        spoil_before_steps(engine)
     for seed in (0, 10, 0):
         for engine, run in zip(engines, runs, strict=True):
             engine.reset()
@@ -87,11 +122,13 @@ def test_a_replay_equals_the_eager_step(
             run.outputs |= new.outputs
     eager, graphed = runs
     assert {record.mode for record in graphed.records} == {"graph"}
+    assert_extremes(engines[1], graphed.records)
     for mine, theirs in zip(graphed.records, eager.records, strict=True):
         assert mine.padded_shape == theirs.padded_shape
         assert mine.tokens == theirs.tokens
         for request_id, values in mine.logprobs.items():
             assert_equal(values, theirs.logprobs[request_id])
+            assert not values.isnan().any()
     # In dummies, which come last, padded rows overwrite each other in any order.
     for pools in zip(
         *(e.export_state().caches.tensors() for e in engines), strict=True

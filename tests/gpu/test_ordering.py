@@ -50,7 +50,10 @@ def play(engine: Any) -> tuple[Run, list[Tensor]]:
 
 
 def assert_nothing_changes(late: Any, **options: Any) -> None:
-    """Hold an engine of which something is late to one without, bit by bit."""
+    """Hold an engine of which something is late to one without, bit by bit.
+
+    Options are those of the other one, which has a single stream.
+    """
     expected, expected_pools = play(start(**options))
     actual, pools = play(late)
     assert len(actual.records) == len(expected.records)
@@ -95,17 +98,19 @@ def test_a_buffer_waits_for_its_last_copy() -> None:
 
 
 def test_a_side_stream_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it computes is added when it has come."""
+    """What it computes is added when it has come, and is what one stream computes."""
     model = load("optimized", "streams").Model
-    run_both = model._run_both
+    run_both, seconds = model._run_both, list[Any]()
 
     def late(self: Any, first: Callable[[], Tensor], second: Any) -> Any:
+        seconds.append(second)
         return run_both(self, first, delay(second))
 
     engine = start(side_stream=True)
     assert type(engine.model) is model
     monkeypatch.setattr(engine.model, "_run_both", late.__get__(engine.model))
-    assert_nothing_changes(engine, side_stream=True)
+    assert_nothing_changes(engine, side_stream=False)
+    assert seconds
 
 
 @pytest.mark.parametrize("side_stream", [False, True])
@@ -115,7 +120,7 @@ def test_a_main_stream_that_is_late(
     """The side stream does not begin before it."""
     engine = start(side_stream=side_stream)
     monkeypatch.setattr(engine.model, "forward", delay(engine.model.forward))
-    assert_nothing_changes(engine, side_stream=side_stream)
+    assert_nothing_changes(engine, side_stream=False)
 
 
 @pytest.mark.parametrize("graphs", ["padded", "all"])
