@@ -15,7 +15,8 @@ Most are scenarios of `tests/scenarios` once more, where another part can go wro
   no slot or one to keep them in, pass after pass.
 * Company: one prompt many times over, prompts of one token and of many packed together,
   greedy and random draws, ends in the same step, aborts between two replays.
-* The host: a slice of which nothing is read waits for nothing.
+* The host: a slice of which nothing is read waits for nothing, any other step for its
+  tokens alone, once.
 * Size: places in pools of more than 2^31 numbers.
 
 Copies that are late are in `test_ordering.py`, a full card in `test_full_card.py`, many
@@ -34,6 +35,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lockstep.config import AttentionConfig, MambaConfig, ModelConfig
 from lockstep.request import RequestState
@@ -231,35 +233,60 @@ def test_one_engine_for_all_kinds_of_steps() -> None:
 
 
 @contextmanager
-def _no_waiting() -> Generator[None]:
-    """Let torch refuse whatever makes the host wait for the device."""
+def _waiting(mode: str) -> Generator[None]:
+    """Let torch refuse, or not, whatever makes the host wait for the device."""
+    before = torch.cuda.get_sync_debug_mode() if HAS_GPU else 0
     if HAS_GPU:
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
     finally:
         if HAS_GPU:
-            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def _unread(**options: Any) -> Any:
+    """Build an engine of which a test reads nothing between steps."""
+    options = {"record_logprobs": False, "debug": (), **options}
+    return make_engine(MODEL, "optimized", device=DEVICE, graphs=GRAPHS, **options)
 
 
 def test_a_slice_waits_for_nothing() -> None:
     """Slices of a prompt, of which nothing is read, leave the host free to go on."""
-    engine = make_engine(
-        MODEL,
-        "optimized",
-        device=DEVICE,
-        graphs=GRAPHS,
-        max_tokens_per_step=16,
-        record_logprobs=False,
-        debug=(),
-    )
+    engine = _unread(max_tokens_per_step=16)
     engine.add(text(16 * 6), greedy(1))
     for _ in range(5):
-        with _no_waiting():
+        with _waiting("error"):
             record = engine.step()
         assert record.mode == MODE and not record.host_reads
         assert not record.interrupted and not record.failed
     assert len(drain(engine).outputs) == 1
+
+
+def test_a_step_waits_for_its_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that decode, prefill or both, drawing in any way, are read once each."""
+    engine = _unread(max_tokens_per_step=24)
+    read, reads = engine._read, list[int]()
+
+    def read_and_wait(drawn: Tensor, *given: Any) -> list[float]:
+        reads.append(len(drawn))
+        with _waiting("default"):
+            return read(drawn, *given)
+
+    monkeypatch.setattr(engine, "_read", read_and_wait)
+    for seed, length in enumerate((5, 40, 16)):
+        drawing = {"temperature": 0.7 * (seed % 2), "top_p": 0.9, "seed": seed}
+        engine.add(text(length, seed), greedy(6, **drawing))
+    kinds: set[tuple[bool, bool]] = set()
+    while engine.has_work:
+        with _waiting("error"):
+            record = engine.step()
+        assert record.mode == MODE, record.eager_reason
+        assert not record.interrupted and not record.failed, record.failed
+        assert reads == ([len(record.tokens)] if record.tokens else [])
+        reads.clear()
+        kinds.add((record.shape.prefill_requests > 0, record.shape.decode_requests > 0))
+    assert kinds == {(True, False), (True, True), (False, True)}
 
 
 def test_offsets_beyond_32_bits() -> None:
