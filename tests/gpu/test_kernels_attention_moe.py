@@ -25,6 +25,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 HEADS = [(32, 2, 128), (32, 8, 128), (9, 3, 80)]
 BLOCK = 256
 SCALE = 128**-0.5
+#: Positions whose angles are within what the budget of rotary is for.
+NEAR = 65
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -143,24 +145,55 @@ def test_appending_leaves_all_else_as_it_is(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary(dtype: torch.dtype) -> None:
-    """Far positions too are turned as far as the twin turns them."""
+@pytest.mark.parametrize(("stride", "wide"), [(1, torch.float64), (873, None)])
+def test_rotary(stride: int, wide: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Turned as far as float64 turns near positions, and as the twin does far ones.
+
+    The angle of a far position is known no better than in float32.
+    """
     config = RotaryConfig(part=0.5)
-    queries, keys = (randn(300, n, 128, seed=n, dtype=dtype) for n in (32, 8))
-    positions = torch.arange(300, device=CUDA) * 873
-    turned = [
-        load_side("optimized", "attention").apply_rotary(
-            queries, keys, positions, config
-        )
-        for load_side in (load_kernels, load)
-    ]
-    for actual, expected in zip(*turned, strict=True):
+    heads = [randn(300, n, 128, seed=n, dtype=dtype) for n in (32, 8)]
+    positions = torch.arange(300, device=CUDA) % (NEAR if stride == 1 else 300) * stride
+    turn = load_kernels("optimized", "attention").apply_rotary
+    turned = turn(*heads, positions, config)
+    widened = [each.to(wide or dtype) for each in heads]
+    exact = load("optimized", "attention").apply_rotary(*widened, positions, config)
+    for actual, expected in zip(turned, exact, strict=True):
         assert_budgeted("rotary", actual, expected)
 
 
 def moe_config(**changes: Any) -> MoeConfig:
     """Describe experts of the size of a real model's."""
     return replace(MoeConfig(128, 6, expert_size=1856, shared_size=0), **changes)
+
+
+def exact_weights(scores: Tensor, ids: Tensor, config: MoeConfig) -> Tensor:
+    """Weigh the experts that were chosen, in float64."""
+    chosen = scores.double().gather(1, ids)
+    if config.scoring == "softmax":
+        return config.scaling * chosen.softmax(1)
+    weights = chosen.sigmoid()
+    if config.normalize_weights:
+        weights = weights / weights.sum(1, keepdim=True)
+    return config.scaling * weights
+
+
+def assert_routed(
+    hidden: Tensor, given: tuple[Tensor, Tensor | None], config: MoeConfig, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Hold choices to the twin's, to the last tie, and weights to float64.
+
+    Scores are a library's product, and the same ones.
+    """
+    routed = hidden, *given, config, mask
+    ids, weights = load_kernels("optimized", "moe").route(*routed)
+    twin_ids, _ = load("optimized", "moe").route(*routed)
+    assert_equal(ids, twin_ids)
+    scores = torch.nn.functional.linear(hidden.to(given[0].dtype), given[0])
+    exact = exact_weights(scores[mask], ids[mask], config)
+    assert_budgeted("route", weights[mask], exact)
+    assert bool((ids[~mask] == -1).all()) and not weights[~mask].any()
+    return ids, weights
 
 
 def exact_experts(
@@ -195,33 +228,30 @@ def test_experts(count: int, gated: bool, dtype: torch.dtype) -> None:
     mask = torch.arange(count, device=CUDA) % 5 < 4
     hidden[~mask] = torch.nan
     correction = randn(128, seed=5) / 4
-    kernels, given = load_kernels("optimized", "moe"), (router / 52, correction)
-    ids, weights = kernels.route(hidden, *given, config, mask)
-    expected_ids, expected = load("optimized", "moe").route(
-        hidden, *given, config, mask
-    )
-    assert_equal(ids, expected_ids)
-    assert_budgeted("route", weights, expected)
-    outputs = twice(
-        lambda: kernels.apply_experts(hidden, ids, weights, up, down, config)
-    )
+    ids, weights = assert_routed(hidden, (router / 52, correction), config, mask)
+    experts = load_kernels("optimized", "moe").apply_experts
+    outputs = twice(lambda: experts(hidden, ids, weights, up, down, config))
     assert_equal(outputs[~mask], torch.zeros_like(outputs[~mask]))
     exact = exact_experts(hidden[mask], ids[mask], weights[mask], up, down, gated)
     assert_budgeted("large_experts", outputs[mask], exact)
 
 
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
-def test_choices_within_groups(scoring: Any) -> None:
-    """Many tokens choose as the twin lets them, to the last tie."""
-    config = moe_config(num_groups=8, top_k_groups=3, scoring=scoring)
-    hidden = randn(5000, 64, seed=7).round()
-    given = randn(128, 64, seed=8).round(), None, config, hidden[:, 0] < 2
-    actual, expected = (
-        load_side("optimized", "moe").route(hidden, *given)
-        for load_side in (load_kernels, load)
+@pytest.mark.parametrize("num_groups", [1, 8])
+@pytest.mark.parametrize(
+    ("scoring", "is_normalized"),
+    [("sigmoid", True), ("sigmoid", False), ("softmax", True)],
+)
+def test_choices(scoring: Any, is_normalized: bool, num_groups: int) -> None:
+    """Of all experts or within groups; scores are whole numbers, and often equal."""
+    config = moe_config(
+        num_groups=num_groups,
+        top_k_groups=min(3, num_groups),
+        scoring=scoring,
+        normalize_weights=is_normalized,
     )
-    assert_equal(actual[0], expected[0])
-    assert_budgeted("route", actual[1], expected[1])
+    hidden = randn(5000, 64, seed=7).round()
+    router = randn(128, 64, seed=8).round()
+    assert_routed(hidden, (router, None), config, hidden[:, 0] < 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
