@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ CHANNELS = NANO3.conv_channels
 DTYPES = (torch.float32, torch.bfloat16)
 STATE = (NANO3.num_heads, NANO3.head_dim, NANO3.state_size)
 EPS = 1e-5
+#: Numbers between two slots of a pool in which the second is out of reach of 32 bits.
+FAR = 2**31 + 16
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +162,40 @@ def test_convolutions(dtype: torch.dtype) -> None:
     exact = run(loop, inputs.double(), exact_layer, exact_windows, real)
     assert_budgeted("conv", y, exact)
     assert_equal(windows[:-1].double(), exact_windows[:-1])
+
+
+def test_windows_beyond_32_bits() -> None:
+    """A pool whose slots are far apart works as one whose slots are neighbours."""
+    dtype, slots = torch.bfloat16, 3
+    near = randn(slots, CHANNELS, 3, dtype=dtype)
+    memory = torch.full(((slots - 1) * FAR + near[0].numel(),), torch.nan, dtype=dtype)
+    far = memory.as_strided(near.shape, (FAR, 3, 1)).copy_(near)
+    assert far[1].storage_offset() > 2**31
+    kernels = load_kernels("optimized", "conv1d")
+    inputs, layer = randn(7, CHANNELS, dtype=dtype), randn(CHANNELS, 4, dtype=dtype)
+    decode: Any = SimpleNamespace(decode_slot_ids=torch.tensor([1, 2]))
+    # Stores both the state after five tokens, and that after two in the first slot.
+    prefill: Any = SimpleNamespace(
+        cu_prefill_lens=torch.tensor([0, 5]),
+        prefill_slot_ids=torch.tensor([1]),
+        initial_slot_ids=torch.tensor([1]),
+        cu_scan_chunks=torch.tensor([0, 5]),
+        scan_chunk_rows=torch.tensor([0]),
+        snapshot_rows=torch.tensor([0]),
+        snapshot_ends=torch.tensor([2]),
+        snapshot_slot_ids=torch.tensor([0]),
+    )
+    before = near.clone()
+    for run, given, batch, real in (
+        (kernels.conv_decode, inputs[:2], decode, 1),
+        (kernels.conv_prefill, inputs[2:], prefill, 5),
+    ):
+        outputs = [run(given, layer, None, pool, batch)[:real] for pool in (near, far)]
+        assert_equal(outputs[1], outputs[0])
+        assert bool((near[1] != before[1]).any())
+        assert_equal(far, near)
+    assert bool((near[0] != before[0]).any())
+    assert_equal(near[2], before[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
