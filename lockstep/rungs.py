@@ -105,8 +105,8 @@ RUNGS: tuple[Rung, ...] = (
         "Many queries attend at once to K/V blocks found through their tables, instead "
         "of one to a gathered copy.",
         _optimized(
-            "attention.apply_rotary",
             "attention.append_kv",
+            "attention.append_rotary_kv",
             "attention.attend_decode",
             "attention.attend_prefill",
         ),

@@ -65,6 +65,25 @@ def append_kv(
         blocks.view(-1, *blocks.shape[2:])[kv_index] = new.to(blocks.dtype)
 
 
+def append_rotary_kv(
+    queries: Queries,
+    keys: Keys,
+    values: Keys,
+    key_blocks: KvBlocks,
+    value_blocks: KvBlocks,
+    kv_index: TokenIds,
+    positions: TokenIds,
+    config: RotaryConfig,
+) -> Queries:
+    """Turn all tokens at once, then scatter them.
+
+    Cost: that of both.
+    """
+    queries, keys = apply_rotary(queries, keys, positions, config)
+    append_kv(keys, values, key_blocks, value_blocks, kv_index)
+    return queries
+
+
 def attend_decode(
     queries: Queries,
     key_blocks: KvBlocks,

@@ -154,12 +154,14 @@ class Model:
         if layer.q_norm is not None and layer.k_norm is not None:
             queries = self._norm_heads(queries, layer.q_norm)
             keys = self._norm_heads(keys, layer.k_norm)
-        if config.rotary is not None:
-            queries, keys = components.apply_rotary(
-                queries, keys, batch.positions, config.rotary
-            )
         blocks = caches.kv[0, pool], caches.kv[1, pool]
-        components.append_kv(keys, values, *blocks, batch.kv_index)
+        given = keys, values, *blocks, batch.kv_index
+        if config.rotary is None:
+            components.append_kv(*given)
+        else:
+            queries = components.append_rotary_kv(
+                queries, *given, batch.positions, config.rotary
+            )
         scale = config.score_scale
         attended = _by_kind(
             lambda span: components.attend_decode(queries[span], *blocks, scale, batch),

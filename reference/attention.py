@@ -82,6 +82,36 @@ def append_kv(
         value_blocks[block_id, block_offset] = values[token]
 
 
+def append_rotary_kv(
+    queries: Queries,
+    keys: Keys,
+    values: Keys,
+    key_blocks: KvBlocks,
+    value_blocks: KvBlocks,
+    kv_index: TokenIds,
+    positions: TokenIds,
+    config: RotaryConfig,
+) -> Queries:
+    """Turn queries and keys, and write keys and values to their places.
+
+    Args:
+        queries: As of `apply_rotary`.
+        keys: As of both.
+        values: As of `append_kv`, and so are the next three.
+        key_blocks: One layer's keys; written.
+        value_blocks: One layer's values; written.
+        kv_index: Place of each token.
+        positions: As of `apply_rotary`.
+        config: Likewise.
+
+    Returns:
+        Queries, turned.
+    """
+    queries, keys = apply_rotary(queries, keys, positions, config)
+    append_kv(keys, values, key_blocks, value_blocks, kv_index)
+    return queries
+
+
 def attend_decode(
     queries: Queries,
     key_blocks: KvBlocks,

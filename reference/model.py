@@ -167,11 +167,13 @@ class Model:
         if layer.q_norm is not None and layer.k_norm is not None:
             queries = self._norm_heads(queries, layer.q_norm)
             keys = self._norm_heads(keys, layer.k_norm)
-        if config.rotary is not None:
-            queries, keys = components.apply_rotary(
-                queries, keys, batch.positions, config.rotary
+        given = keys, values, key_blocks, value_blocks, batch.kv_index
+        if config.rotary is None:
+            components.append_kv(*given)
+        else:
+            queries = components.append_rotary_kv(
+                queries, *given, batch.positions, config.rotary
             )
-        components.append_kv(keys, values, key_blocks, value_blocks, batch.kv_index)
         attended = _by_kind(
             (components.attend_decode, components.attend_prefill),
             queries,

@@ -216,8 +216,9 @@ def attention(dtype: torch.dtype) -> None:
             queries = randn(count, heads, width + 2, dtype=dtype)[..., 2:]
             keys, values = randn(2, count, kv_heads, width, dtype=dtype)
             config = RotaryConfig(part=1.0 if block > 16 else 0.6)
-            kernels.apply_rotary(queries, keys, batch.positions, config)
-            kernels.append_kv(keys, values, pools[0], pools[1], batch.kv_index)
+            new = keys, values, pools[0], pools[1], batch.kv_index
+            kernels.append_rotary_kv(queries, *new, batch.positions, config)
+            kernels.append_kv(*new)
             given: Any = *pools, 0.3, batch
             if first:
                 kernels.attend_decode(queries[:first], *given)

@@ -19,7 +19,7 @@ from lockstep.parameters import Parameters
 #: differ in how they ask.
 RESULTS = {
     "norm.add_rms_norm": ("residual", "hidden"),
-    "attention.apply_rotary": ("queries", "keys"),
+    "attention.append_rotary_kv": ("queries",),
     "moe.route": ("expert_ids", "expert_weights"),
     "sampler.sample": ("token_ids",),
     "sampler.log_probabilities": (),
@@ -29,6 +29,7 @@ WRITES = {
     "conv1d": {"conv_states": 3},
     "scan": {"ssm_states": 3},
     "attention.append_kv": {"key_blocks": 2, "value_blocks": 3},
+    "attention.append_rotary_kv": {"key_blocks": 3, "value_blocks": 4},
     "snapshots": {"caches": 0},
 }
 #: Components that choose integers, so that rounding may decide.

@@ -29,8 +29,6 @@ from lockstep.shapes import Keys, KvBlocks, Queries, TokenIds
 from .dtypes import TRITON_DTYPES, wide_dtype
 from .exact import add_product
 
-#: Values that a program copies.
-_COPIED = 2048
 #: Programs of a decode step that fill the device however long one context is.
 _DECODE_PROGRAMS = 1024
 _MAX_SPLITS = 64
@@ -43,27 +41,6 @@ _PREFILL = {2: (128, 128, 8, 3), 4: (64, 16, 16, 2), 8: (16, 16, 4, 1)}
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
-def apply_rotary(
-    queries: Queries, keys: Keys, positions: TokenIds, config: RotaryConfig
-) -> tuple[Queries, Keys]:
-    """Turn all heads of a token in one program; a launch each for queries and keys."""
-    turned = [part.new_empty(part.shape) for part in (queries, keys)]
-    size = config.size(queries.shape[2])
-    wide = torch.promote_types(queries.dtype, torch.float32)
-    frequencies = _rotary_frequencies(config, size, queries.device).to(wide)
-    for source, target in zip((queries, keys), turned, strict=True):
-        num_tokens, num_heads, head_dim = source.shape
-        if num_tokens:
-            _rotary_kernel[(num_tokens,)](
-                source, target, positions, frequencies, *source.stride(),
-                NUM_HEADS=num_heads, HEAD_DIM=head_dim, PAIRS=size // 2,
-                HEADS_BLOCK=triton.next_power_of_2(num_heads),
-                PAIRS_BLOCK=triton.next_power_of_2(size // 2),
-                REST_BLOCK=triton.next_power_of_2(max(1, head_dim - size)),
-            )  # fmt: skip
-    return turned[0], turned[1]
-
-
 def append_kv(
     keys: Keys,
     values: Keys,
@@ -72,18 +49,49 @@ def append_kv(
     kv_index: TokenIds,
 ) -> None:
     """Scatter keys and values in one launch, each read and written once."""
-    num_tokens, num_heads, head_dim = keys.shape
-    if not num_tokens:
-        return
-    width = triton.next_power_of_2(num_heads * head_dim)
-    tokens_block = max(1, _COPIED // width)
-    key_slots, value_slots = (_slots(pool) for pool in (key_blocks, value_blocks))
-    _append_kernel[(triton.cdiv(num_tokens, tokens_block),)](
-        keys, values, key_slots, value_slots, kv_index, num_tokens, *keys.stride(),
-        *values.stride(), *key_slots.stride(),
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, TOKENS_BLOCK=tokens_block,
-        WIDTH_BLOCK=width,
-    )  # fmt: skip
+    _append(keys, keys, keys, values, key_blocks, value_blocks, kv_index)
+
+
+def append_rotary_kv(
+    queries: Queries,
+    keys: Keys,
+    values: Keys,
+    key_blocks: KvBlocks,
+    value_blocks: KvBlocks,
+    kv_index: TokenIds,
+    positions: TokenIds,
+    config: RotaryConfig,
+) -> Queries:
+    """Turn and scatter in one launch; turned keys are nowhere but in their blocks."""
+    size, turned = config.size(queries.shape[2]), queries.new_empty(queries.shape)
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    frequencies = _rotary_frequencies(config, size, queries.device).to(wide)
+    new = keys, values, key_blocks, value_blocks, kv_index
+    _append(queries, turned, *new, positions, frequencies)
+    return turned
+
+
+def _append(
+    queries: Tensor,
+    turned: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_blocks: Tensor,
+    value_blocks: Tensor,
+    kv_index: Tensor,
+    positions: Tensor | None = None,
+    frequencies: Tensor | None = None,
+) -> None:
+    """Scatter, a token in each program; turn first, if there are frequencies."""
+    num_tokens, num_kv_heads, head_dim = keys.shape
+    if num_tokens:
+        _append_kernel[(num_tokens,)](
+            queries, turned, keys, values, key_blocks, value_blocks, kv_index,
+            positions, frequencies, *queries.stride(), *keys.stride(),
+            *values.stride(), *key_blocks.stride()[1:],
+            NUM_HEADS=queries.shape[1], NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+            PAIRS=0 if frequencies is None else len(frequencies),
+        )  # fmt: skip
 
 
 def attend_decode(
@@ -118,7 +126,7 @@ def attend_decode(
     rows = (batch.context_lens, sums, tops, totals, outputs)
     _attend_split_kernel[(num_rows, key_blocks.shape[2], num_splits)](
         queries, key_blocks, value_blocks, batch.block_tables, *rows, *queries.stride(),
-        *_slots(key_blocks).stride(), batch.block_tables.stride(0),
+        *key_blocks.stride()[1:], batch.block_tables.stride(0),
         **common, SCALE=scale, NUM_SPLITS=num_splits,
         LANES=max(16, common["GROUP_BLOCK"]), AT_A_TIME=at_a_time, num_warps=num_warps,
         num_stages=num_stages,
@@ -159,16 +167,11 @@ def attend_prefill(
         queries, key_blocks, value_blocks,
         batch.block_tables[batch.num_decode_tokens :], batch.cu_prefill_lens,
         batch.prefill_starts, outputs, num_tokens, num_rows, *queries.stride(),
-        *_slots(key_blocks).stride(), batch.block_tables.stride(0),
+        *key_blocks.stride()[1:], batch.block_tables.stride(0),
         **common, SCALE=scale, ROWS_BLOCK=max(16, triton.next_power_of_2(num_rows + 1)),
         LANES=lanes, AT_A_TIME=at_a_time, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return outputs
-
-
-def _slots(blocks: Tensor) -> Tensor:
-    """View a pool by places of tokens."""
-    return blocks.view(-1, *blocks.shape[2:])
 
 
 def _common(
@@ -191,51 +194,63 @@ def _common(
 
 
 @triton.jit
-def _rotary_kernel(
-    source, target, positions, frequencies, token_stride, head_stride, dim_stride,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr, PAIRS_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Turn the first channels of a token's heads, and hand on the rest."""
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, HEADS_BLOCK)[:, None]
-    pairs = tl.arange(0, PAIRS_BLOCK)[None, :]
-    frequency = tl.load(frequencies + pairs, mask=pairs < PAIRS, other=0)
-    angle = tl.load(positions + token).to(frequency.dtype) * frequency
-    cos, sin = tl.cos(angle), tl.sin(angle)
-    source += token * token_stride + heads * head_stride
-    target += (token * NUM_HEADS + heads) * HEAD_DIM
-    mask = (heads < NUM_HEADS) & (pairs < PAIRS)
-    first = tl.load(source + pairs * dim_stride, mask=mask).to(cos.dtype)
-    second = tl.load(source + (PAIRS + pairs) * dim_stride, mask=mask).to(cos.dtype)
-    tl.store(target + pairs, first * cos - second * sin, mask=mask)
-    tl.store(target + PAIRS + pairs, second * cos + first * sin, mask=mask)
-    if HEAD_DIM > 2 * PAIRS:
-        rest = 2 * PAIRS + tl.arange(0, REST_BLOCK)[None, :]
-        mask = (heads < NUM_HEADS) & (rest < HEAD_DIM)
-        tl.store(target + rest, tl.load(source + rest * dim_stride, mask=mask), mask)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
 def _append_kernel(
-    keys, values, key_slots, value_slots, kv_index, num_tokens, key_token, key_head,
-    key_dim, value_token, value_head, value_dim, slot_stride, head_stride, dim_stride,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS_BLOCK: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr,
+    queries, turned, keys, values, key_blocks, value_blocks, kv_index, positions,
+    frequencies, query_token, query_head, query_dim, key_token, key_head, key_dim,
+    value_token, value_head, value_dim, slot_stride, head_stride, dim_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the K/V of a few tokens to their places."""
-    tokens = tl.program_id(0) * TOKENS_BLOCK + tl.arange(0, TOKENS_BLOCK)
-    columns = tl.arange(0, WIDTH_BLOCK)[None, :]
-    heads, dims = columns // HEAD_DIM, columns % HEAD_DIM
-    is_token = tokens < num_tokens
-    slots = tl.load(kv_index + tokens, mask=is_token, other=0)[:, None]
-    tokens = tokens.to(tl.int64)[:, None]
-    mask = is_token[:, None] & (columns < NUM_HEADS * HEAD_DIM)
-    target = slots * slot_stride + heads * head_stride + dims * dim_stride
-    source = keys + tokens * key_token + heads * key_head + dims * key_dim
-    tl.store(key_slots + target, tl.load(source, mask=mask), mask=mask)
-    source = values + tokens * value_token + heads * value_head + dims * value_dim
-    tl.store(value_slots + target, tl.load(source, mask=mask), mask=mask)
+    """Turn a token's queries and keys, and copy its K/V to their place."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(kv_index + token) * slot_stride
+    cos, sin = None, None
+    if PAIRS > 0:
+        pairs = tl.arange(0, triton.next_power_of_2(PAIRS))[None, :]
+        frequency = tl.load(frequencies + pairs, mask=pairs < PAIRS, other=0)
+        angle = tl.load(positions + token).to(frequency.dtype) * frequency
+        cos, sin = tl.cos(angle), tl.sin(angle)
+        queries += token * query_token
+        turned += token * NUM_HEADS * HEAD_DIM
+        _turn(
+            queries, query_head, query_dim, turned, HEAD_DIM, 1, cos, sin, NUM_HEADS,
+            HEAD_DIM, PAIRS,
+        )  # fmt: skip
+    _turn(
+        keys + token * key_token, key_head, key_dim, key_blocks + slot, head_stride,
+        dim_stride, cos, sin, NUM_KV_HEADS, HEAD_DIM, PAIRS,
+    )  # fmt: skip
+    _turn(
+        values + token * value_token, value_head, value_dim, value_blocks + slot,
+        head_stride, dim_stride, None, None, NUM_KV_HEADS, HEAD_DIM, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def _turn(
+    source, source_head, source_dim, target, target_head, target_dim, cos, sin,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Turn the first pairs of a token's heads, if any, and hand on the rest."""
+    heads = tl.arange(0, triton.next_power_of_2(NUM_HEADS))[:, None]
+    source += heads * source_head
+    target += heads * target_head
+    if PAIRS > 0:
+        pairs = tl.arange(0, triton.next_power_of_2(PAIRS))[None, :]
+        mask = (heads < NUM_HEADS) & (pairs < PAIRS)
+        first = tl.load(source + pairs * source_dim, mask=mask).to(cos.dtype)
+        second = tl.load(source + (PAIRS + pairs) * source_dim, mask=mask).to(cos.dtype)
+        # Rounded as a model's numbers are; what a pool makes of them is its own.
+        dtype, target_pairs = source.dtype.element_ty, target + pairs * target_dim
+        tl.store(target_pairs, (first * cos - second * sin).to(dtype), mask)
+        target_pairs += PAIRS * target_dim
+        tl.store(target_pairs, (second * cos + first * sin).to(dtype), mask)
+    if HEAD_DIM > 2 * PAIRS:
+        rest = tl.arange(0, triton.next_power_of_2(HEAD_DIM - 2 * PAIRS))[None, :]
+        rest += 2 * PAIRS
+        mask = (heads < NUM_HEADS) & (rest < HEAD_DIM)
+        kept = tl.load(source + rest * source_dim, mask=mask)
+        tl.store(target + rest * target_dim, kept, mask=mask)
 
 
 @triton.jit

@@ -323,6 +323,72 @@ def test_rotary_of_padding_harms_no_other() -> None:
         assert_budgeted("rotary", mine[is_real], theirs[is_real])
 
 
+def append_turned(
+    side: str, heads: Heads, positions: Tensor, config: object, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Append to blocks of NaN; return queries and K/V, which are nowhere else."""
+    count, kv_heads = heads.keys.shape[:2]
+    made = torch.full((2, 4, 16, kv_heads, HEAD_DIM), torch.nan, dtype=dtype)
+    order = torch.randperm(64, generator=generator(7), device="cpu")
+    index = order[:count].to(heads.keys.device)
+    parts = heads.queries, heads.keys, heads.values
+    turned = load(side, "attention").append_rotary_kv(
+        *parts, *made, index, positions, config
+    )
+    places = made.flatten(1, 2)
+    written = places[:, index]
+    places[:, index] = torch.nan
+    assert places.isnan().all()
+    return turned, written
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", ROTARIES, ids=lambda config: config.kind)
+@pytest.mark.parametrize("count", [0, 1, 17])
+@pytest.mark.parametrize("heads", HEADS)
+def test_turned_twins(
+    config: object, count: int, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Queries and keys are turned, values are not; each K/V is in its place."""
+    drawn, positions = Heads.random(count, heads, dtype), some_positions(count)
+    turned, written = append_turned("optimized", drawn, positions, config, dtype)
+    wide = drawn.apply(Tensor.double), positions, config, torch.float64
+    exact, stored = append_turned("reference", *wide)
+    assert turned.dtype == dtype
+    assert_budgeted("rotary", turned, exact)
+    assert_budgeted("rotary", written[0], stored[0])
+    assert_equal(written[1].double(), stored[1])
+
+
+@pytest.mark.parametrize("model", [torch.float32, torch.float16])
+def test_turned_keys_are_rounded_as_the_model_then_as_the_pool(
+    model: torch.dtype,
+) -> None:
+    """So what a cache of another dtype holds is what the model would have held."""
+    drawn, positions = Heads.random(5, dtype=model), some_positions(5)
+    pool = torch.float16 if model == torch.float32 else torch.float32
+    _, own = append_turned("optimized", drawn, positions, PART_ROTARY, model)
+    _, other = append_turned("optimized", drawn, positions, PART_ROTARY, pool)
+    assert_equal(other, own.to(pool))
+
+
+def test_turning_of_padding_harms_no_other() -> None:
+    """Padding may hold anything, and inputs stay as they are."""
+    drawn, positions = Heads.random(21), some_positions(21)
+    given = positions, PART_ROTARY, torch.float32
+    expected = append_turned("optimized", drawn, *given)
+    is_real = torch.arange(21) % 5 != 3
+    spoiled = drawn.apply(torch.clone)
+    for part in (spoiled.queries, spoiled.keys, spoiled.values):
+        part[~is_real] = torch.nan
+    before = spoiled.apply(torch.clone)
+    turned, written = append_turned("optimized", spoiled, *given)
+    for name in ("queries", "keys", "values"):
+        assert_equal(getattr(spoiled, name), getattr(before, name))
+    assert_budgeted("rotary", turned[is_real], expected[0][is_real])
+    assert_budgeted("rotary", written[:, is_real], expected[1][:, is_real])
+
+
 def test_nothing_is_read_back() -> None:
     """The host never waits for a number from the device."""
     step = make_step(SIZES, [Slice(7, 8)], [Slice(3, 40), Slice(0, 100)])
@@ -330,10 +396,11 @@ def test_nothing_is_read_back() -> None:
     placed = Heads.random(batch.shape.tokens).apply(lambda part: place(part, batch))
     attention = load("optimized", "attention")
     with no_host_reads():
-        queries, keys = attention.apply_rotary(
-            placed.queries, placed.keys, batch.positions, ROTARY
+        new = placed.keys, placed.values, *blocks, batch.kv_index
+        attention.append_kv(*new)
+        queries = attention.append_rotary_kv(
+            placed.queries, *new, batch.positions, ROTARY
         )
-        attention.append_kv(keys, placed.values, *blocks, batch.kv_index)
         decoding, prefilling = split(queries, batch)
         attention.attend_decode(decoding, *blocks, SCALE, batch)
         attention.attend_prefill(prefilling, *blocks, SCALE, batch)

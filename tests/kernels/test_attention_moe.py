@@ -69,14 +69,21 @@ def test_shared_blocks_and_wrong_rows() -> None:
 
 @pytest.mark.parametrize("config", [ROTARY, PART_ROTARY], ids=["whole", "part"])
 @pytest.mark.parametrize(("count", "heads"), [(0, (4, 2)), (5, (9, 3))])
-def test_rotary(config: object, count: int, heads: tuple[int, int]) -> None:
-    """Heads are turned in part, or whole."""
-    test_attention.test_rotary_twins(config, count, heads, F32)
+def test_turning(config: object, count: int, heads: tuple[int, int]) -> None:
+    """Heads are turned in part, or whole, and appended in the same launch."""
+    test_attention.test_turned_twins(config, count, heads, F32)
 
 
-def test_rotary_leaves_inputs_alone() -> None:
+@pytest.mark.parametrize("model", [F32, torch.float16])
+def test_turned_keys_are_rounded_twice(model: torch.dtype) -> None:
+    """In pools of another dtype."""
+    name = "test_turned_keys_are_rounded_as_the_model_then_as_the_pool"
+    getattr(test_attention, name)(model)
+
+
+def test_turning_leaves_inputs_alone() -> None:
     """Padding may hold anything."""
-    test_attention.test_rotary_of_padding_harms_no_other()
+    test_attention.test_turning_of_padding_harms_no_other()
 
 
 @pytest.mark.parametrize("function", test_mlp.FUNCTIONS)

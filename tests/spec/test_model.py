@@ -50,12 +50,12 @@ CALLED = (
     "add_rms_norm",
     "gated_group_rms_norm",
     "linear",
-    "apply_rotary",
     "conv_decode",
     "conv_prefill",
     "scan_decode",
     "scan_prefill",
     "append_kv",
+    "append_rotary_kv",
     "attend_decode",
     "attend_prefill",
     "activate",
@@ -287,7 +287,7 @@ def test_every_component_is_called(side: str, name: str) -> None:
     calls = list[str]()
     key = next(k for k in component_keys_of_forward() if k.endswith(f".{name}"))
     original = getattr(build_components(side), name)
-    tokens, options = some_tokens(5), ("apply_rotary", "activate_gated")
+    tokens, options = some_tokens(5), ("append_rotary_kv", "activate_gated")
     config = model_config("scaled" if name in options else "hybrid")
     runner = Runner.make(side, config, {key: counting(original, name, calls)})
     runner.forward([], [runner.row(tokens, 0, 4)])
