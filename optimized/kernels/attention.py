@@ -434,7 +434,7 @@ def _attend_tile_kernel(
         heads = (kv_head * GROUP + heads)[:, None]
         places = (begin + first + tokens).to(tl.int64)[:, None]
         source = queries + places * query_token + heads * query_head + dims * query_dim
-        query = tl.load(source, mask=mask & is_row, other=0).to(COMPUTE)
+        query = tl.load(source, mask=tl.where(is_row, mask, False), other=0).to(COMPUTE)
         visible = (start + first + tokens + 1)[:, None]
         seen = start + first + tl.minimum(tile_tokens, num_left)
         seen = tl.where(is_row, seen, 0)

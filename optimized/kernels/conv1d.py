@@ -177,14 +177,14 @@ def _prefill_kernel(
         for lane in tl.static_range(WINDOW):
             # Before the row's first token lies its initial window.
             place = token - WINDOW + lane
-            is_new = place >= row_start
-            tap = tl.load(inputs + place * input_stride, is_channel & is_new, other=0.0)
+            mask = tl.where(place >= row_start, is_channel, False)
+            tap = tl.load(inputs + place * input_stride, mask, other=0.0)
             tap = tap.to(states.dtype.element_ty)
             if place < row_start:
                 tap = tl.load(window + (token - row_start + lane), is_channel)
             taps += (tap,)
         for ahead in tl.static_range(TOKENS):
-            mask = is_channel & (token + ahead < end)
+            mask = tl.where(token + ahead < end, is_channel, False)
             tap = tl.load(inputs + (token + ahead) * input_stride, mask, other=0.0)
             taps += (tap.to(states.dtype.element_ty),)
         for ahead in tl.static_range(TOKENS):
@@ -192,7 +192,7 @@ def _prefill_kernel(
             for lane in tl.static_range(WINDOW + 1):
                 total += taps[ahead + lane].to(WIDE) * factors[lane]
             activated = silu(total).to(outputs.dtype.element_ty)
-            mask = is_channel & (token + ahead < end)
+            mask = tl.where(token + ahead < end, is_channel, False)
             tl.store(outputs + (token + ahead) * CHANNELS, activated, mask)
 
 

@@ -230,7 +230,7 @@ def _route_kernel(
     is_expert = (groups < NUM_GROUPS) & (members < GROUP_SIZE)
     is_real = tl.load(token_mask + token)
     place = scores + token * NUM_GROUPS * GROUP_SIZE + experts
-    score = tl.load(place, mask=is_expert & is_real, other=0)
+    score = tl.load(place, mask=tl.where(is_real, is_expert, False), other=0)
     if SCORING == "sigmoid":
         score = exact_divide(score * 0 + 1, 1 + exact_exp(-score))
     choice = score
@@ -385,7 +385,7 @@ def _add_kernel(
         is_there = tl.load(expert_ids + token * id_token + choice * id_choice) >= 0
         row = tl.load(places + token * TOP_K + choice, mask=is_there, other=0)
         weight = tl.load(expert_weights + token * weight_token + choice * weight_choice)
-        mask = is_column & is_there
+        mask = tl.where(is_there, is_column, False)
         row = row.to(tl.int64) * width
         result = tl.load(results + row + columns, mask=mask, other=0).to(total.dtype)
         total += tl.where(is_there, weight * result, 0)
