@@ -102,9 +102,17 @@ def _list_refused(
         "leave kv_dtype unset",
     )
     tokens, slots = sizes.max_tokens_per_step, sizes.num_slots
+    # Of a token; of a chunk's states, and of its products of tokens, a token's share.
+    chunk = sizes.scan_chunk_size
+    widths = (
+        config.inner_size + channels + config.num_heads,
+        -(-config.inner_size * config.state_size // chunk),
+        config.num_groups * chunk,
+    )
     yield (
-        tokens * (config.inner_size + channels + config.num_heads) >= _MOST_OFFSETS,
-        f"max_tokens_per_step is {tokens}, more than its offsets can count",
+        tokens * max(widths) >= _MOST_OFFSETS,
+        f"max_tokens_per_step is {tokens}, more than its offsets can count in scan "
+        f"chunks of {chunk}",
     )
     yield (
         slots * channels * config.conv_window >= _MOST_OFFSETS,

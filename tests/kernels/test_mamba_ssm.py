@@ -399,6 +399,28 @@ def test_sizes_beyond_offsets_are_refused(field: str, value: int, message: str) 
         packages.check(MAMBA, sizes, F32, F32, F32)
 
 
+@pytest.mark.parametrize(
+    ("chunk", "tokens", "is_refused"),
+    [
+        (16, 2**16, True),
+        (16, 2**16 - 1, False),
+        (32, 2**17, True),
+        (32, 2**17 - 1, False),
+        (128, 2**17, False),
+    ],
+)
+def test_states_of_short_chunks_are_counted(
+    chunk: int, tokens: int, is_refused: bool
+) -> None:
+    """Each chunk has a state of its own, far larger than what its tokens hold."""
+    nano3 = MambaConfig(num_heads=64, head_dim=64, state_size=128, num_groups=8)
+    sizes = replace(SIZES, scan_chunk_size=chunk, max_tokens_per_step=tokens)
+    listed = packages._list_refused(nano3, sizes, F32, F32, F32)
+    refused = [reason for is_wrong, reason in listed if is_wrong]
+    assert len(refused) == is_refused
+    assert all(f"in scan chunks of {chunk}" in reason for reason in refused)
+
+
 def test_the_published_shape_is_not_refused() -> None:
     """Nor any dtype that a model has."""
     nano3 = MambaConfig(num_heads=64, head_dim=64, state_size=128, num_groups=8)
