@@ -161,7 +161,11 @@ def main(
         found["startup_s"].setdefault(each, {})[kind] = seconds
         console.print(f"{each}: started in {seconds:.1f} s ({kind})")
         for name in workload or WORKLOADS:
-            found["rows"].setdefault(each, {})[name] = measure(engine, each, name)
+            # Other cells of the file may be of other commits.
+            row = measure(engine, each, name) | {
+                key: found["environment"][key] for key in ("commit", "date")
+            }
+            found["rows"].setdefault(each, {})[name] = row
             if output is not None:
                 output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         del engine

@@ -22,7 +22,7 @@ class StepRecord:
         plan: The plan that was carried out; ``Engine.step(plan=...)`` replays it.
         shape: Real batch size.
         padded_shape: Batch size that was computed.
-        mode: ``eager`` or ``graph``.
+        mode: ``eager``; ``padded``, at a shape that a graph might hold; or ``graph``.
         tokens: Token drawn for each request that was due one.
         logprobs: For each request of the step, log-probabilities after every position
             it computed, ``(tokens, vocab)``; only with ``record_logprobs``.

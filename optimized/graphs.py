@@ -9,6 +9,7 @@ over in one buffer.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -54,7 +55,12 @@ class _Extents(NamedTuple):
 
 
 class GraphRunner:
-    """Runs each step in the way its shape allows, and says so."""
+    """Runs each step in the way its shape allows, and says so.
+
+    Attributes:
+        mode: What was asked for.
+        eager_steps: How many steps ran eagerly though graphs were asked for, by reason.
+    """
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class GraphRunner:
             shapes: All padded shapes, ascending.
         """
         self.mode: GraphMode = mode
+        self.eager_steps = Counter[str]()
         self._forward = forward
         self._pad = pad
         self._padded = {_Extents.of(pad(shape)) for shape in shapes}
@@ -85,7 +92,9 @@ class GraphRunner:
             return Forward(self._forward(batch), "eager", "")
         extents = _Extents.of(batch)
         if extents not in self._padded:
-            return Forward(self._forward(batch), "eager", self._why_eager(batch))
+            reason = self._why_eager(batch)
+            self.eager_steps[reason] += 1
+            return Forward(self._forward(batch), "eager", reason)
         if extents not in self._graphs:
             return Forward(self._forward(batch), "padded", "")
         self._graphs[extents].replay()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -140,10 +141,13 @@ def test_a_step_that_fits_no_room_says_why(
     options: dict[str, Any], sampling: Any
 ) -> None:
     """It runs eagerly at its real size, with the same result."""
-    outputs, run = serve(padded_engine(**options), [text(20)], sampling)
+    engine = padded_engine(**options)
+    outputs, run = serve(engine, [text(20)], sampling)
     first = run.records[0]
     assert (first.mode, first.padded_shape) == ("eager", first.shape)
     assert "than a graph has room for" in first.eager_reason
+    reasons = [record.eager_reason for record in run.records if record.eager_reason]
+    assert engine.graphs.eager_steps == Counter(reasons)
     theirs, _ = serve(make_engine(MODEL, "optimized", **options), [text(20)], sampling)
     assert outputs[0].token_ids == theirs[0].token_ids
     plain, run = serve(padded_engine(**options), [text(20)], greedy(2))
