@@ -210,11 +210,10 @@ def _append_kernel(
         frequency = tl.load(frequencies + pairs, mask=pairs < PAIRS, other=0)
         angle = tl.load(positions + token).to(frequency.dtype) * frequency
         cos, sin = tl.cos(angle), tl.sin(angle)
-        queries += token * query_token
-        turned += token * NUM_HEADS * HEAD_DIM
         _turn(
-            queries, query_head, query_dim, turned, HEAD_DIM, 1, cos, sin, NUM_HEADS,
-            HEAD_DIM, PAIRS,
+            queries + token * query_token, query_head, query_dim,
+            turned + token * NUM_HEADS * HEAD_DIM, HEAD_DIM, 1, cos, sin,
+            NUM_HEADS, HEAD_DIM, PAIRS,
         )  # fmt: skip
     _turn(
         keys + token * key_token, key_head, key_dim, key_blocks + slot, head_stride,
@@ -241,10 +240,11 @@ def _turn(
         first = tl.load(source + pairs * source_dim, mask=mask).to(cos.dtype)
         second = tl.load(source + (PAIRS + pairs) * source_dim, mask=mask).to(cos.dtype)
         # Rounded as a model's numbers are; what a pool makes of them is its own.
-        dtype, target_pairs = source.dtype.element_ty, target + pairs * target_dim
-        tl.store(target_pairs, (first * cos - second * sin).to(dtype), mask)
-        target_pairs += PAIRS * target_dim
-        tl.store(target_pairs, (second * cos + first * sin).to(dtype), mask)
+        dtype = source.dtype.element_ty
+        place = target + pairs * target_dim
+        tl.store(place, (first * cos - second * sin).to(dtype), mask)
+        place += PAIRS * target_dim
+        tl.store(place, (second * cos + first * sin).to(dtype), mask)
     if HEAD_DIM > 2 * PAIRS:
         rest = tl.arange(0, triton.next_power_of_2(HEAD_DIM - 2 * PAIRS))[None, :]
         rest += 2 * PAIRS

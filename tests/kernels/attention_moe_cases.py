@@ -56,9 +56,6 @@ def _attention(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         queries = empty(64, num_heads, head_dim, dtype=dtype)
         index = empty(64)
         shape = f"{num_heads}/{num_kv_heads}/{head_dim}"
-        for part in (0.5, 1.0):
-            turned = queries, new[0], index, RotaryConfig(part=part)
-            yield f"rotary {part} of {shape}", partial(kernels.apply_rotary, *turned)
         for size in (16, 256):
             pools = empty(2, 99, size, num_kv_heads, head_dim, dtype=dtype)
             batch: Any = SimpleNamespace(
@@ -70,7 +67,12 @@ def _attention(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             )
             name = f"{shape} in blocks of {size}"
             given = *pools, 0.1, batch
-            yield f"append {name}", partial(kernels.append_kv, *new, *pools, index)
+            appended = *new, *pools, index
+            yield f"append {name}", partial(kernels.append_kv, *appended)
+            for part in (0.5, 1.0):
+                turned = queries, *appended, index, RotaryConfig(part=part)
+                call = partial(kernels.append_rotary_kv, *turned)
+                yield f"append rotary {part} of {name}", call
             yield f"prefill {name}", partial(kernels.attend_prefill, queries, *given)
             # From one split of a row's context to as many as there are.
             for count in (1, 32, 64, 512):
