@@ -149,17 +149,31 @@ def test_appending_leaves_all_else_as_it_is(dtype: torch.dtype) -> None:
 def test_rotary(stride: int, wide: torch.dtype | None, dtype: torch.dtype) -> None:
     """Turned as far as float64 turns near positions, and as the twin does far ones.
 
-    The angle of a far position is known no better than in float32.
+    The angle of a far position is known no better than in float32. Values are stored as
+    they are, and nothing else is written.
     """
     config = RotaryConfig(part=0.5)
-    heads = [randn(300, n, 128, seed=n, dtype=dtype) for n in (32, 8)]
+    heads = [randn(300, n, 128, seed=n, dtype=dtype) for n in (32, 8, 8)]
     positions = torch.arange(300, device=CUDA) % (NEAR if stride == 1 else 300) * stride
-    turn = load_kernels("optimized", "attention").apply_rotary
-    turned = turn(*heads, positions, config)
-    widened = [each.to(wide or dtype) for each in heads]
-    exact = load("optimized", "attention").apply_rotary(*widened, positions, config)
-    for actual, expected in zip(turned, exact, strict=True):
-        assert_budgeted("rotary", actual, expected)
+    source = torch.Generator(CUDA).manual_seed(6)
+    index = torch.randperm(2 * BLOCK, generator=source, device=CUDA)[:300]
+
+    def append(load_side: Any, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        shape = (2, 3, BLOCK, 8, 128)
+        pools = torch.full(shape, torch.nan, dtype=parts[0].dtype, device=CUDA)
+        attention = load_side("optimized", "attention")
+        turned = attention.append_rotary_kv(*parts, *pools, index, positions, config)
+        places = pools.flatten(1, 2)
+        written = places[:, index]
+        places[:, index] = torch.nan
+        assert places.isnan().all()
+        return turned, written
+
+    turned, written = append(load_kernels, heads)
+    exact, stored = append(load, [each.to(wide or dtype) for each in heads])
+    assert_budgeted("rotary", turned, exact)
+    assert_budgeted("rotary", written[0], stored[0])
+    assert_equal(written[1], heads[2])
 
 
 def moe_config(**changes: Any) -> MoeConfig:
