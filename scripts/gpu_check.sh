@@ -38,10 +38,13 @@ run() {
 
 about() {
     echo "commit $commit"
-    python3 - <<'PY'
+    PYTHONPATH=.:build/packages python3 - <<'PY'
 import datetime
 import platform
+import re
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -50,6 +53,11 @@ print("gpu", torch.cuda.get_device_name())
 print("python", platform.python_version())
 for name in ("torch", "triton", "transformers"):
     print(name, version(name))
+# Of these two, only one part needs any; they may be there without metadata.
+for name in ("mamba_ssm", "causal_conv1d"):
+    if (spec := find_spec(name)) and spec.origin:
+        found = re.search(r'__version__ = "(.+)"', Path(spec.origin).read_text())
+        print(name, found[1] if found else "of an unknown version")
 PY
 }
 
