@@ -51,11 +51,12 @@ from scripts.scenes import MODELS, scenes  # noqa: E402
 BACKEND = "mutant"
 COPY = "mutated_lockstep"
 SIDES = ("reference", "optimized")
-#: Files whose faults no engine can have, and why.
+#: Files and folders whose faults no engine can have, and why.
 OUTSIDE = {
     "lockstep/tokenizer.py": "text is made of tokens outside of engines",
     "lockstep/llm.py": "streams are put together outside of engines",
     "lockstep/chat.py": "conversations are put together outside of engines",
+    "optimized/kernels": "an engine on a CPU runs none of the kernels",
 }
 #: Faults that no engine shows, and why.
 UNSEEN = {
@@ -118,7 +119,8 @@ def why_unseen(mutant: Mutant) -> str:
     """Say why no engine on a CPU can have a fault; empty if one can."""
     if mutant.needs_gpu:
         return "only a GPU shows it"
-    return UNSEEN.get(mutant.id) or OUTSIDE.get(mutant.file, "")
+    outside = OUTSIDE.get(mutant.file) or OUTSIDE.get(str(Path(mutant.file).parent), "")
+    return UNSEEN.get(mutant.id, outside)
 
 
 def try_mutant(root: Path, mutant: Mutant) -> tuple[str, Verdict]:
