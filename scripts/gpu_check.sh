@@ -76,6 +76,9 @@ note() {
     ! grep -q '^failed with status' "$file" || failed=1
 }
 
+# Warnings name places on this machine.
+export PYTEST_ADDOPTS=--disable-warnings
+
 tests() { python3 -m pytest -q "$@"; }
 
 if wanted gpu; then
