@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import json
 import platform
-import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,8 +24,8 @@ from rich.console import Console
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.config import MOE
 from lockstep.parameters import num_weight_bytes
+from lockstep.verify.certificate import find_commit
 
-ROOT = Path(__file__).resolve().parents[1]
 PROMPT_TOKENS = 96
 NEW_TOKENS = 64
 
@@ -72,8 +71,6 @@ def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
 
     The commit is that of this checkout, whatever folder is current.
     """
-    revision = ["git", "--git-dir", ROOT / ".git", "rev-parse", "HEAD"]
-    found = subprocess.run(revision, capture_output=True, text=True, check=False)
     name = _cpu_name()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -83,7 +80,7 @@ def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
         "triton": _version("triton"),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "commit": commit or found.stdout.strip() or None,
+        "commit": commit or find_commit() or None,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 

@@ -18,7 +18,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -151,10 +150,7 @@ def main(
     if output is not None and output.exists():
         found = json.loads(output.read_text(encoding="utf-8"))
     device = torch.device("cuda")
-    found["environment"] = environment(device, commit) | {
-        "triton": version("triton"),
-        "graphs": graphs,
-    }
+    found["environment"] = environment(device, commit) | {"graphs": graphs}
     for each in shape or SHAPES:
         engine, seconds = build_cold(each, graphs)
         kind = os.environ.get("LOCKSTEP_START", "warm")

@@ -90,20 +90,19 @@ if wanted card; then
     note card tests -m gpu tests/gpu/test_full_card.py
 fi
 if named packages; then
-    note packages env LOCKSTEP_TEST_DEVICE=cuda PYTHONPATH=.:build/packages \
-        python3 -m pytest -q -m gpu tests/gpu/test_mamba_ssm.py -n 6 --durations=3
+    LOCKSTEP_TEST_DEVICE=cuda PYTHONPATH=.:build/packages note packages tests -m gpu \
+        tests/gpu/test_mamba_ssm.py -n 6 --durations=3
 fi
 if wanted matrix; then
-    note matrix env LOCKSTEP_MATRIX_DEVICE=cuda \
-        python3 -m pytest -q tests/equivalence/test_engine.py -n 8
+    LOCKSTEP_MATRIX_DEVICE=cuda note matrix tests tests/equivalence/test_engine.py -n 8
 fi
 if wanted spec; then
     # One file needs a package that is only in CI.
-    note spec env LOCKSTEP_TEST_DEVICE=cuda \
-        python3 -m pytest -q tests/spec -n 8 --ignore tests/spec/test_scan_mamba_ssm.py
+    LOCKSTEP_TEST_DEVICE=cuda note spec tests tests/spec -n 8 \
+        --ignore tests/spec/test_scan_mamba_ssm.py
 fi
 if wanted mutants; then
-    COLUMNS=150 note mutants env LOCKSTEP_MEASURED= python3 scripts/mutants.py --gpu \
+    COLUMNS=150 LOCKSTEP_MEASURED='' note mutants python3 scripts/mutants.py --gpu \
         --jobs 5
 fi
 if wanted demo; then

@@ -83,9 +83,9 @@ SIGNIFICANCE = 1e-3
 TRANSFORMERS_LOGPROBS = 3e-5
 
 #: Largest difference between log-probabilities of the two sides, in roundoffs of the
-#: narrowest dtype on the way (measured: 1,304 in the whole matrix on an H200, 712 on a
-#: CPU; in three Mamba layers on end the reference is 560 from float64, the optimized
-#: side 136).
+#: narrowest dtype on the way (measured: 1,304 in half of the matrix on an H200, 712 in
+#: a tenth of it on a CPU; in three Mamba layers on end the reference is 560 from
+#: float64, the optimized side 136).
 ENGINE_LOGPROBS = 2600.0
 
 #: The same, in roundoffs of the model's own dtype, where that is not float32: most
