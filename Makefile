@@ -31,16 +31,7 @@ test: setup  ## set up, then run every test that needs no GPU
 	$(PY) -m pytest -n $(JOBS)
 
 test-gpu:  ## run the GPU tests and mutants with the python3 found; installs nothing
-	python3 -m pytest -m gpu tests/gpu --ignore tests/gpu/test_mamba_ssm.py
-	@if [ -d build/packages ] || python3 -c "import mamba_ssm, causal_conv1d" 2>/dev/null; \
-	then \
-		LOCKSTEP_TEST_DEVICE=cuda PYTHONPATH=.:build/packages \
-			python3 -m pytest -m gpu tests/gpu/test_mamba_ssm.py; \
-	else \
-		echo "Left out: tests/gpu/test_mamba_ssm.py, which needs mamba_ssm and" \
-			"causal_conv1d, installed or in build/packages"; \
-	fi
-	python3 scripts/mutants.py --gpu --jobs 1
+	scripts/gpu_check.sh build/gpu "" gpu card packages mutants
 
 fuzz: setup  ## run the property tests for long
 	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest -n $(JOBS) -m "hypothesis and not gpu"

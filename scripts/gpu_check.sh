@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that a GPU machine has to say: tests of both engines and of every kernel, and times.
-# Needs python3 with torch, triton, transformers, safetensors, typer, rich, pytest,
-# pytest-xdist and hypothesis; installs nothing.
+# Needs python3 with torch, triton, transformers, safetensors, typer, rich, pytest and
+# hypothesis, with pytest-xdist for more than one process; installs nothing.
 #
 #     scripts/gpu_check.sh [FOLDER FOR RESULTS] [COMMIT] [PART ...]
 #
@@ -18,6 +18,14 @@ out=${1:-benchmarks/results}
 commit=${2:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
 parts=${*:3}
 export PYTHONPATH=. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+python3 - <<'PY' || exit
+import sys
+
+import torch
+
+if not torch.cuda.is_available():
+    sys.exit("torch finds no GPU, and every part needs one")
+PY
 mkdir -p "$out/gpu_tests"
 # Where tests leave the largest errors that they let pass.
 LOCKSTEP_MEASURED=$(mktemp -d)
@@ -79,26 +87,52 @@ note() {
 # Warnings name places on this machine.
 export PYTEST_ADDOPTS=--disable-warnings
 
-tests() { python3 -m pytest -q "$@"; }
+# Run tests in so many processes, or as many as cores and memory of the GPU allow.
+tests() {
+    local most
+    most=$(python3 - "$1" <<'PY'
+import os
+import sys
+from importlib.util import find_spec
+
+import torch
+
+#: Memory that one process may want: some tests are of real sizes.
+GIB_EACH = 11
+
+memory = torch.cuda.get_device_properties(0).total_memory >> 30
+count = min(int(sys.argv[1]), len(os.sched_getaffinity(0)), memory // GIB_EACH)
+print(f"-n {count}" if count > 1 and find_spec("xdist") else "")
+PY
+    )
+    # Two words, or none.
+    # shellcheck disable=SC2086
+    python3 -m pytest -q $most "${@:2}"
+}
 
 if wanted gpu; then
-    note gpu tests -m gpu tests/gpu -n 12 --durations=3 \
+    note gpu tests 12 -m gpu tests/gpu --durations=3 \
         --ignore tests/gpu/test_full_card.py --ignore tests/gpu/test_mamba_ssm.py
 fi
 if wanted card; then
     # It leaves no memory for others.
-    note card tests -m gpu tests/gpu/test_full_card.py
+    note card tests 1 -m gpu tests/gpu/test_full_card.py
 fi
 if named packages; then
-    LOCKSTEP_TEST_DEVICE=cuda PYTHONPATH=.:build/packages note packages tests -m gpu \
-        tests/gpu/test_mamba_ssm.py -n 6 --durations=3
+    if [ -d build/packages ] || python3 -c "import mamba_ssm, causal_conv1d"; then
+        LOCKSTEP_TEST_DEVICE=cuda PYTHONPATH=.:build/packages note packages tests 6 \
+            -m gpu tests/gpu/test_mamba_ssm.py --durations=3
+    else
+        echo "Left out: packages, which needs mamba_ssm and causal_conv1d, installed or" \
+            "in build/packages"
+    fi
 fi
 if wanted matrix; then
-    LOCKSTEP_MATRIX_DEVICE=cuda note matrix tests tests/equivalence/test_engine.py -n 8
+    LOCKSTEP_MATRIX_DEVICE=cuda note matrix tests 8 tests/equivalence/test_engine.py
 fi
 if wanted spec; then
     # One file needs a package that is only in CI.
-    LOCKSTEP_TEST_DEVICE=cuda note spec tests tests/spec -n 8 \
+    LOCKSTEP_TEST_DEVICE=cuda note spec tests 8 tests/spec \
         --ignore tests/spec/test_scan_mamba_ssm.py
 fi
 if wanted mutants; then
