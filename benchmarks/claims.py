@@ -11,7 +11,7 @@ such forms, and measures here what it is about; what is not equal is not timed.
 * *graphs*: a prefill that stores states, run eagerly or as a graph.
 * *streams*: shared experts beside the routed ones, or before them, also in decode.
 
-On a CPU a tiny model goes through the same, but for what takes a GPU.
+On a CPU a tiny model goes through the same, but for what takes a GPU or Triton.
 
     python -m benchmarks.claims --output benchmarks/results
 """
@@ -24,6 +24,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -100,7 +101,7 @@ STAGING: dict[str, dict[str, Any]] = {
     "in place": {},
     "by max_requests": {"model.Model": f"{_FORMS}.staged_copies:ModelByRequests"},
     "by padded prompts": {"model.Model": f"{_FORMS}.staged_copies:ModelByPrefills"},
-    "by a device count": {"model.Model": f"{_FORMS}.staged_copies:ModelByCount"},
+    "by a device count": {"model.Model": f"{_FORMS}.counted_copies:ModelByCount"},
 }
 _LOOPS: dict[str, Any] = {
     "scheduler.Scheduler": "reference",
@@ -482,7 +483,8 @@ def occupancy(programs: int, compiled: Any, device: torch.device) -> Row:
 
 def _has_triton(bench: Bench) -> bool:
     """Tell whether kernels run: on a GPU, or interpreted."""
-    return bench.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    runs = bench.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return runs and find_spec("triton") is not None
 
 
 def show(found: dict[str, Any]) -> None:

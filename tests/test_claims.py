@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import claims, reports
-from benchmarks.ladder import large_tiles, staged_copies
+from benchmarks.ladder import counted_copies, large_tiles, staged_copies
 from lockstep.optimized.kernels import conv1d
 from tests.engines import CPU, greedy, make_engine
 from tests.factories import model_config
@@ -67,6 +70,37 @@ def test_each_claim_is_measured_or_says_why_not(measured: dict[str, Any]) -> Non
     ]
     assert ("tiles", "all") in skipped and ("graphs", "all") in skipped
     assert all(row["decode_ms"] > 0 for row in measured["parts"]["streams"][1:])
+
+
+WITHOUT_TRITON = """
+import sys
+from pathlib import Path
+sys.modules["triton"] = None
+from benchmarks import claims
+claims.TIMES, claims.WARM_UPS, claims.DECODES = 1, 0, 1
+claims.main(device="cpu", output=Path(sys.argv[1]), commit="abc")
+"""
+
+
+@pytest.mark.parametrize("interprets", ["", "1"])
+def test_a_cpu_without_triton_lacks_one_form_alone(
+    interprets: str, tmp_path: Path, measured: dict[str, Any]
+) -> None:
+    """It is named as skipped; all others are measured."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": interprets}
+    command = [sys.executable, "-c", WITHOUT_TRITON, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "claims_cpu.json").read_text(encoding="utf-8"))
+
+    def forms(found: dict[str, Any]) -> set[tuple[str, str, bool]]:
+        parts = found["parts"].items()
+        return {(n, row["form"], "ms" in row) for n, rows in parts for row in rows}
+
+    form = "staging", "by a device count"
+    assert forms(measured) - forms(found) == {(*form, True)}
+    assert forms(found) - forms(measured) == {(*form, False)}
+    assert {"form": form[1], "skipped": "it needs Triton"} in found["parts"]["staging"]
 
 
 def test_loops_read_more_than_what_replaced_them(measured: dict[str, Any]) -> None:
@@ -214,7 +248,7 @@ def test_unknown_names_are_refused(given: dict[str, Any]) -> None:
 STAGING = [
     staged_copies.ModelByRequests,
     staged_copies.ModelByPrefills,
-    staged_copies.ModelByCount,
+    counted_copies.ModelByCount,
     staged_copies.ModelWithLoop,
 ]
 
@@ -244,7 +278,7 @@ def test_only_counted_rows_are_copied() -> None:
     """Programs beyond the count, which is on the device, do nothing."""
     source, target = torch.arange(2.0 * 4 * 6).view(2, 4, 6), torch.zeros(2, 5, 6)
     rows, places = torch.tensor([3, 0, 1]), torch.tensor([4, 2, 0])
-    staged_copies.copy_rows(source, target, rows, places, torch.tensor(2))
+    counted_copies.copy_rows(source, target, rows, places, torch.tensor(2))
     assert_equal(target[:, [4, 2]], source[:, [3, 0]])
     assert not target[:, [0, 1, 3]].any()
 
