@@ -1,9 +1,17 @@
-"""Tables, files and plots of what was measured; plots alone need matplotlib."""
+"""Tables, files and plots of what was measured; plots alone need matplotlib.
+
+Pages hold tables that are printed from committed results, each beneath a comment that
+names it. When results are measured again, this puts the new ones in place:
+
+    python -m benchmarks.reports
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +22,7 @@ from rich.table import Table
 
 from lockstep.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[1]
 #: What the numbers of a ladder are.
 LADDER_NOTES = {
     "tokens_per_second": "all tokens that are computed, of prompts and new ones, each "
@@ -41,7 +50,6 @@ def show_ladder(found: Mapping[str, Any], console: Console) -> None:
     title = (
         f"{found['model']}, {found['dtype']}, {load}, {found['environment']['device']}"
     )
-    steps = [row["per_step"]["decode"] for row in found["rungs"] if "per_step" in row]
     names = (
         "launches",
         "kernels",
@@ -50,7 +58,7 @@ def show_ladder(found: Mapping[str, Any], console: Console) -> None:
         "operations",
         "host_reads",
     )
-    counted = [name for name in names if any(step.get(name) for step in steps)]
+    steps, counted = _decodes(found, names)
     if counted:
         kinds = ", ".join(counted).replace("_", " ")
         title += f"\n{kinds}: of one step that decodes {steps[0]['tokens']} tokens"
@@ -178,6 +186,32 @@ def draw_ladder(found: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
+def ladder_table(found: Mapping[str, Any]) -> str:
+    """Write the rungs as Markdown: their speeds, and what a step that decodes takes."""
+    names = "operations", "launches", "copies", "host_reads"
+    _, counted = _decodes(found, names)
+    words = [name.replace("_", " ") for name in counted]
+    head = ["rung", "prefill", "decode", "of the floor", *words, "timed on"]
+    lines: list[list[str]] = []
+    for row in found["rungs"]:
+        if row["status"] != "equal":
+            lines.append([row["rung"], row["status"], *[""] * (len(head) - 2)])
+            continue
+        kinds = "prefill", "decode"
+        speeds = (row[f"{kind}_tokens_per_second"] for kind in kinds)
+        step, load = row["per_step"]["decode"], row["measured"]
+        lines.append(
+            [
+                _name(row) + " (idle)" * bool(row["reason"]),
+                *(f"{speed:,.0f}" for speed in speeds),
+                f"{row['share_of_floor']:.2%}",
+                *(f"{step[name]:,}" for name in counted),
+                f"{load['prompt_tokens']} + {load['new_tokens']}",
+            ]
+        )
+    return _markdown(head, lines)
+
+
 def claims_table(
     found: Mapping[str, Any], part: str, *more: str, key: str = "ms"
 ) -> str:
@@ -187,23 +221,101 @@ def claims_table(
         found: As of `write`.
         part: Name of the part.
         more: What else is told of each form, at the first size, if it is known.
-        key: Which milliseconds are told; microseconds, where all are below two.
+        key: What is told at each size; milliseconds that are all below two are told as
+            microseconds.
     """
     rows = [row for row in found["parts"][part] if key in row]
     works = list(dict.fromkeys(row["work"] for row in rows))
     by_place = {(row["form"], row["work"]): row for row in rows}
-    is_short = max(row[key] for row in rows) < 2
-    unit, factor = ("µs", 1000) if is_short else ("ms", 1)
+    unit, factor = key, 1
+    if key in ("ms", "decode_ms"):
+        is_short = max(row[key] for row in rows) < 2
+        unit, factor = ("µs", 1000) if is_short else ("ms", 1)
     more = tuple(name for name in more if rows[0].get(name) is not None)
     names = [name.replace("_", " ") for name in more]
-    lines = [[f"{unit} for tokens", *works, *names]]
-    lines.append(["---", *["---:"] * (len(works) + len(more))])
+    lines: list[list[str]] = []
     for form in dict.fromkeys(row["form"] for row in rows):
         mine = [by_place[form, work] for work in works]
-        numbers = (factor * row[key] for row in mine)
-        times = [f"{n:,.0f}" if n >= 100 else f"{n:#.3g}" for n in numbers]
-        lines.append([form, *times, *(f"{mine[0][name]:.3g}" for name in more)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        numbers = [factor * row[key] for row in mine]
+        is_whole = all(isinstance(number, int) for number in numbers)
+        told = [f"{n:,.0f}" if n >= 100 or is_whole else f"{n:#.3g}" for n in numbers]
+        lines.append([form, *told, *(f"{mine[0][name]:.3g}" for name in more)])
+    return _markdown([f"{unit} for tokens", *works, *names], lines)
+
+
+def origins_table(
+    what: str, environments: Mapping[str, Mapping[str, Any]], *more: str
+) -> str:
+    """Write as Markdown where, with what and when something was measured.
+
+    Args:
+        what: Names the first column.
+        environments: As of `benchmarks.reference_speed`, by what was measured.
+        more: What else each of them says.
+    """
+    names = *more, "device", "torch", "triton", "commit", "date"
+    lines = [
+        [
+            which,
+            *(
+                str(found[name])[:7] if name == "commit" else str(found[name])
+                for name in names
+            ),
+        ]
+        for which, found in environments.items()
+    ]
+    return _markdown([what, *names], lines, numbers=False)
+
+
+def page_tables(results: Path) -> dict[str, dict[str, str]]:
+    """Print the tables of all pages, by page and by the comment above each.
+
+    Args:
+        results: A folder of committed results.
+    """
+    claims, gpu, cpu = (
+        json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("claims_h200", "ladder_h200", "ladder_cpu")
+    )
+    table = partial(claims_table, claims)
+    ladders = {"H200": gpu, "CPU": cpu}
+    about = {
+        which: {
+            **found["environment"],
+            "model": f"{found['model']}, {found['parameters']:,} parameters",
+            "dtype": found["dtype"],
+            "tokens": "{prompts} x {prompt_tokens} + {new_tokens}".format(
+                **found["workload"]
+            ),
+        }
+        for which, found in ladders.items()
+    }
+    return {
+        "docs/claims.md": {
+            "parts": origins_table("part", claims["environments"]),
+            "tiles": table("tiles", "registers", "spills", "occupancy"),
+            "tiles, programs": table("tiles", key="programs"),
+            "staging": table("staging", "staged_rows"),
+            "graphs": table("graphs"),
+            "streams": table("streams"),
+            "streams, decode": table("streams", key="decode_ms"),
+            "bookkeeping": table("bookkeeping", "host_reads", "launches", "copies"),
+        },
+        "docs/ladder.md": {
+            "machines": origins_table("on", about, "model", "dtype", "tokens"),
+            **{which: ladder_table(found) for which, found in ladders.items()},
+        },
+    }
+
+
+def renew(page: str, tables: Mapping[str, str]) -> str:
+    """Put each table of a page beneath the comment that names it."""
+    return re.sub(
+        r"^<!-- (.+) -->\n(?:\|.*\n)*",
+        lambda found: f"<!-- {found[1]} -->\n{tables[found[1]]}",
+        page,
+        flags=re.M,
+    )
 
 
 def draw_claims(found: Mapping[str, Any], path: Path) -> None:
@@ -264,3 +376,25 @@ def save(figure: Any, path: Path) -> None:
 def _name(row: Mapping[str, Any]) -> str:
     """Name a rung, and whether it was timed on less."""
     return f"{row['rung']} (cut)" if row["is_cut"] else row["rung"]
+
+
+def _decodes(
+    found: Mapping[str, Any], names: Iterable[str]
+) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """List a ladder's steps that decode, and which of some counts any of them has."""
+    steps = [row["per_step"]["decode"] for row in found["rungs"] if "per_step" in row]
+    return steps, [name for name in names if any(step.get(name) for step in steps)]
+
+
+def _markdown(
+    head: Sequence[str], lines: Iterable[Sequence[str]], numbers: bool = True
+) -> str:
+    """Write a table, whose columns but the first are numbers or not."""
+    rule = ["---", *["---:" if numbers else "---"] * (len(head) - 1)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *lines))
+
+
+if __name__ == "__main__":
+    for name, tables in page_tables(ROOT / "benchmarks/results").items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        (ROOT / name).write_text(renew(text, tables), encoding="utf-8")

@@ -385,24 +385,3 @@ def test_other_parts_of_a_file_are_kept(
     path.write_text(json.dumps(measured | {"shape": "nano3"}), encoding="utf-8")
     claims.main(device="cpu", output=tmp_path, commit="def", only=["graphs"])
     assert [*json.loads(path.read_text(encoding="utf-8"))["parts"]] == ["graphs"]
-
-
-def test_the_page_shows_what_was_measured() -> None:
-    """Each table of the page is the one that is printed from the JSON."""
-    page = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
-    path = ROOT / "benchmarks/results/claims_h200.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
-    tables = {
-        "tiles": reports.claims_table(
-            found, "tiles", "registers", "spills", "occupancy"
-        ),
-        "staging": reports.claims_table(found, "staging", "staged_rows"),
-        "graphs": reports.claims_table(found, "graphs"),
-        "streams": reports.claims_table(found, "streams"),
-        "streams, decode": reports.claims_table(found, "streams", key="decode_ms"),
-        "bookkeeping": reports.claims_table(
-            found, "bookkeeping", "host_reads", "launches", "copies"
-        ),
-    }
-    shown = re.findall(r"^<!-- (.+) -->\n((?:\|.*\n)+)", page, re.M)
-    assert dict(shown) == tables
