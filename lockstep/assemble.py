@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -174,10 +175,16 @@ def _settle_kernels(kernels: str, is_gpu: bool) -> str:
     """Choose a kernel set."""
     if kernels == "auto":
         return "triton" if is_gpu else "torch"
-    if kernels != "torch" and not is_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+    interprets = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton")
+    if kernels != "torch" and not is_gpu and not interprets:
+        # Kernels of other packages ask for more than an interpreter.
+        slowly = (
+            ", or install Triton and set TRITON_INTERPRET=1 to interpret them, very "
+            "slowly"
+        )
         raise ConfigError(
-            f"kernels={kernels!r} needs a GPU; on a CPU Triton can only interpret its "
-            "kernels, very slowly: set TRITON_INTERPRET=1 for that"
+            f'kernels={kernels!r} needs a GPU; use kernels="torch" on a CPU'
+            + slowly * (kernels == "triton")
         )
     return kernels
 
@@ -232,13 +239,18 @@ def _resolve(key: str, choice: Any) -> Any:
     if not isinstance(choice, str):
         return choice
     module, symbol = key.split(".")
-    if ":" not in choice:
+    if choice in BACKENDS:
         return getattr(_import(choice, module), symbol)
     path, _, symbol = choice.partition(":")
     try:
         return getattr(import_module(path), symbol)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key}={choice!r}: {error}") from error
+    # A module of a user's may raise anything, or be a script that ends.
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{key}={choice!r}: {type(error).__name__}: {error}; it must be "
+            "reference, optimized or package.module:symbol, of a module that Python "
+            "finds and can import"
+        ) from error
 
 
 def _import(backend: str, name: str) -> ModuleType:
