@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -46,6 +47,8 @@ app = typer.Typer(
 console = Console(highlight=False)
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
+#: Around the package: a checkout, unless the package is installed.
+ROOT = Path(__file__).resolve().parents[1]
 #: Exit status after an error that users can meet.
 USER_ERROR = 2
 #: Exit status after Ctrl-C.
@@ -114,7 +117,7 @@ Certificates = Annotated[
     Path | None, typer.Option(help="Folder for its certificate; printed unless given.")
 ]
 CertifiedWidth = Annotated[
-    str | None, typer.Option(help="auto, bfloat16 or float16 for it, not float32.")
+    str | None, typer.Option(help="float32 (unless given), auto, bfloat16 or float16.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes on stderr.")]
@@ -208,14 +211,22 @@ def pick(kind: type, chosen: Mapping[str, Any]) -> dict[str, Any]:
     return picked
 
 
+def read_pairs(flag: str, form: str, given: Sequence[str] | None) -> dict[str, str]:
+    """Read what an option is given in its form, such as ``NAME=VALUE``."""
+    pairs: dict[str, str] = {}
+    for pair in given or ():
+        name, sign, value = pair.partition("=")
+        if not sign:
+            raise ConfigError(f"{flag} is {pair!r}; it must be {form}")
+        pairs[name.strip()] = value.strip()
+    return pairs
+
+
 def read_options(named: Sequence[str] | None) -> dict[str, Any]:
     """Read ``name=value`` pairs; a value is a Python literal or else text."""
     options: dict[str, Any] = {}
-    for pair in named or ():
-        name, sign, value = pair.partition("=")
-        if not sign:
-            raise ConfigError(f"--option is {pair!r}; it must be NAME=VALUE")
-        name = name.strip().replace("-", "_")
+    for name, value in read_pairs("--option", "NAME=VALUE", named).items():
+        name = name.replace("-", "_")
         try:
             options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -416,10 +427,14 @@ def verify(
     which only a checkout has, is put into a copy. With --against transformers, every
     way to compute a checkpoint is held to that library's own model code.
     """
+    parts = read_pairs("--component", "KEY=BACKEND", component)
+    if parts and (here := str(Path.cwd())) not in sys.path:
+        # As with ``python -m``.
+        sys.path.insert(0, here)
     others = free_running or truth or mutant or option or backend != "optimized"
     if asks_for_certificate(against, bool(others), bool(dtype or output or commit)):
         given = device, dtype or "float32", output, commit
-        raise typer.Exit(certify(model, read_options(component), *given))
+        raise typer.Exit(certify(model, parts, *given))
     if mutant is not None:
         raise typer.Exit(judge_mutant(mutant))
     from lockstep.llm import find_device
@@ -427,7 +442,7 @@ def verify(
 
     verdict = verify(
         backend,
-        read_options(component),
+        parts,
         model=model,
         device=str(find_device(device)),
         free_running=free_running,
@@ -477,12 +492,13 @@ def ladder(
     Each is held to the reference first. Exit status 1 means that one differs; it is
     not timed. A GPU gets a larger model and more tokens unless told otherwise.
     """
-    try:
-        from lockstep.ladder import climb
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "benchmarks":
-            raise
-        raise ConfigError("the ladder needs a checkout, for its benchmarks") from None
+    root = find_checkout("the ladder")
+    if root != ROOT:
+        # Its benchmarks are of its own package.
+        raise typer.Exit(run_python(root, "-m", "lockstep", *sys.argv[1:]))
+    make_folder(output)
+    from lockstep.ladder import climb
+
     counts = prompts, prompt_tokens, new_tokens
     if not climb(device, model, counts, only or (), seconds, output, commit):
         raise typer.Exit(ENGINE_ERROR)
@@ -506,13 +522,7 @@ def certify(
     """
     from lockstep.verify import certify, library
 
-    if output is not None:
-        # Better now than after the work.
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            why = f"{error.strerror}; name another folder"
-            raise ConfigError(f"--output {output} cannot be a folder: {why}") from None
+    make_folder(output)
     library.hush()
     options: Any = {"device": device, "dtype": dtype, "commit": commit}
     made = certify(model, parts, verbose=True, **options)
@@ -521,17 +531,43 @@ def certify(
 
 
 def judge_mutant(name: str) -> int:
-    """Run the script of a checkout that judges a known fault; return its status.
+    """Run the script of a checkout that judges a known fault; return its status."""
+    root = find_checkout("--mutant")
+    return run_python(root, str(root / "scripts" / "verify_mutants.py"), name)
+
+
+def find_checkout(what: str) -> Path:
+    """Find the checkout that something needs: around the package, or where one is.
 
     Raises:
-        ConfigError: This is no checkout.
+        ConfigError: There is none.
     """
-    script = Path(__file__).resolve().parents[1] / "scripts" / "verify_mutants.py"
-    if not script.exists():
-        raise ConfigError(
-            f"known faults are judged in a checkout alone; there is no {script}"
-        )
-    return subprocess.run([sys.executable, script, name]).returncode
+    here = Path.cwd()
+    for folder in (ROOT, here):
+        if (folder / "scripts" / "verify_mutants.py").exists():
+            return folder
+    raise ConfigError(f"{what} needs a checkout, and {here} is none; change into one")
+
+
+def run_python(root: Path, *arguments: str) -> int:
+    """Run Python on the package of a checkout; return its status."""
+    path = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', root)}"
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run([sys.executable, *arguments], env=environment).returncode
+
+
+def make_folder(output: Path | None) -> None:
+    """Make the folder for results, if there is one: better now than after the work.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    try:
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{error.strerror}; name another folder"
+        raise ConfigError(f"--output {output} cannot be a folder: {why}") from None
 
 
 def load(

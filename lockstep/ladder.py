@@ -43,8 +43,15 @@ from benchmarks.shapes import GRANITE_350M
 from benchmarks.workloads import tokens
 from lockstep import rungs
 from lockstep.cli import KINDS, console, notes
-from lockstep.config import ATTENTION, MAMBA, MOE, EngineConfig, ModelConfig
-from lockstep.errors import ConfigError
+from lockstep.config import (
+    ATTENTION,
+    MAMBA,
+    MOE,
+    EngineConfig,
+    ModelConfig,
+    check_at_most,
+)
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.families import read_config_files, read_model_config
 from lockstep.llm import find_device, find_dtype, find_folder
 from lockstep.memory import plan_memory
@@ -96,12 +103,11 @@ class Ladder:
             CheckpointError: There is no such model.
         """
         self.model, self.device, self.load, self.seconds = model, device, load, seconds
-        self.folder = None if model in SHAPES else find_folder(model)
-        fields = SHAPES[model] if not self.folder else read_config_files(self.folder)
+        self.folder, fields = _read_model(model)
         self.config: ModelConfig = read_model_config(fields)
         self.dtype = find_dtype("auto", self.config, device)
         self.drawn: dict[torch.dtype, Parameters] = {}
-        self.timed = self._set_up(self.dtype, **_room(load))
+        self.timed = self._make_room()
         short = {name: SMALL[name] for name in ("scan_chunk_size", "block_size")}
         self.counted = self._set_up(self.dtype, **_room(COUNTED), **short)
         self.compared = self._set_up(torch.float32, **SMALL)
@@ -218,6 +224,18 @@ class Ladder:
         sizes = plan_memory(self.config, config, self.device, dtype)
         return Setup(self.config, config, sizes, self.drawn[dtype], self.device)
 
+    def _make_room(self) -> Setup:
+        """Set up what is timed; say which of the ladder's options ask for too much."""
+        load, most = self.load, self.config.max_positions
+        length = load.prompt_tokens + load.new_tokens
+        check_at_most("--prompt-tokens plus --new-tokens", length, most, "positions")
+        try:
+            return self._set_up(self.dtype, **_room(load))
+        except ConfigError as error:
+            cause, _, _ = str(error).partition("; lower")
+            wanted = "lower --prompts or --prompt-tokens"
+            raise ConfigError(f"{cause}; {wanted}") from None
+
     @property
     def is_disturbed(self) -> bool:
         """Whether what else a machine does is part of what is timed."""
@@ -288,13 +306,12 @@ def climb(
         Whether all that can run here did, and are equal.
 
     Raises:
-        ConfigError: A device, rung or folder that there cannot be.
+        ConfigError: A device or rung that there cannot be.
     """
     where = find_device(device)
-    reports.make_folder(output)
     own, load = choose_load(where, counts)
     # From slow to fast, however they are named.
-    chosen = sorted(map(_find, only), key=rungs.RUNGS.index) or rungs.RUNGS
+    chosen = sorted(map(_find, {*only}), key=rungs.RUNGS.index) or rungs.RUNGS
     rows: list[dict[str, Any]] = []
     with Progress(console=notes, transient=True) as progress:
         task = progress.add_task("the reference is run", total=3 * len(chosen))
@@ -359,6 +376,19 @@ def _room(load: Load) -> dict[str, int]:
 def _side(rung: Rung) -> Side:
     """Return the engine of a rung."""
     return Side(rung.backend, rungs.components(rung.name), rungs.options(rung.name))
+
+
+def _read_model(model: str) -> tuple[Path | None, dict[str, Any]]:
+    """Return a model's folder, if it has one, and its config."""
+    if model in SHAPES:
+        return None, SHAPES[model]
+    try:
+        folder = find_folder(model)
+        return folder, read_config_files(folder)
+    except CheckpointError as error:
+        cause, _, _ = str(error).partition(";")
+        takes = f"demo, {', '.join(SHAPES)} or a checkpoint folder, with config.json"
+        raise CheckpointError(f"{cause}; --model takes {takes}") from None
 
 
 def _find(name: str) -> Rung:

@@ -82,7 +82,7 @@ GREEDY = ("--temperature", "0", "--max-tokens", "6")
 DEMO = ("--device", "cpu", *GREEDY)
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "info", "ladder"])
+@pytest.mark.parametrize("command", ["generate", "chat", "info", "verify", "ladder"])
 def test_help_fits_a_terminal(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,11 +95,24 @@ def test_help_fits_a_terminal(
     assert "…" not in text
     few = {
         "info": cli.ENGINE_FLAGS,
+        "verify": ("component", "mutant", "against", "dtype", "output", "commit"),
         "ladder": ("device", "model", "prompt-tokens", "only", "output", "commit"),
     }
     for name in few.get(command, tuple(cli.HELP)):
         flag = name.replace("_", "-")
         assert re.search(rf"--(no-)?{flag} ", text), name
+
+
+def test_a_certificate_may_be_of_any_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The help of --dtype refuses none that there is."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    assert main(monkeypatch, "verify", "--help") == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    widths = "float32 (unless given), auto, bfloat16 or float16."
+    assert f"--dtype <str> {widths}" in text
 
 
 def test_every_sampling_parameter_has_a_flag() -> None:
@@ -287,6 +300,11 @@ ERRORS = {
     "generate demo Hello --block-size 17": "block_size 17 is not a multiple",
     "generate demo Hello --option fast=1": "unknown option 'fast'; known are",
     "generate demo Hello --option fast": "--option is 'fast'; it must be NAME=VALUE",
+    "verify --component scan.scan_decode": "--component is 'scan.scan_decode'; it must "
+    "be KEY=BACKEND",
+    "verify --component scan.scan_decode=:": "scan.scan_decode=':': ValueError: Empty",
+    "verify --component scan.scan_decode=no.such:f": "scan.scan_decode='no.such:f': "
+    "ModuleNotFoundError: No module named 'no'; it must be reference, optimized or",
     "generate demo Hello --stop-token-ids 9999": "prompt 0: stop_token_ids [9999]",
     "generate --file no/file": "no/file cannot be read",
     "chat no/folder": "'no/folder' is not a folder",
@@ -308,6 +326,68 @@ def test_errors_are_one_line(
     assert err.startswith(f"error: {ERRORS[line]}")
     assert len(err.splitlines()) == 1
     assert "Prompt" not in out
+
+
+def test_parts_are_found_in_the_working_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """First, as with ``python -m``, and however often; but by no other command."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    assert main(monkeypatch, "info") == 0
+    assert str(tmp_path) not in sys.path
+    for _ in range(2):
+        part = "scan.scan_decode=a_part_that_fails:scan"
+        assert main(monkeypatch, "verify", "--component", part) == cli.USER_ERROR
+    assert sys.path[0] == str(tmp_path)
+    assert sys.path.count(str(tmp_path)) == 1
+
+
+FAULTY = {
+    "def scan(:\n": "SyntaxError: invalid syntax (my_faulty_part.py, line 1)",
+    "raise RuntimeError('no luck')\n": "RuntimeError: no luck",
+    "import sys\nsys.exit(3)\n": "SystemExit: 3",
+    "scan_decode = None\n": "AttributeError: module 'my_faulty_part' has no attribute",
+}
+
+
+@pytest.mark.parametrize("source", FAULTY)
+def test_a_module_that_cannot_be_used_is_named(
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """With what is wrong with it, and what it must be."""
+    (tmp_path / "my_faulty_part.py").write_text(source, encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_faulty_part", raising=False)
+    monkeypatch.chdir(tmp_path)
+    part = "scan.scan_decode=my_faulty_part:scan"
+    assert main(monkeypatch, "verify", "--component", part) == cli.USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"error: scan.scan_decode='my_faulty_part:scan': {FAULTY[source]}"
+    )
+    assert line.endswith("of a module that Python finds and can import")
+
+
+@pytest.mark.parametrize("kernels", ["triton", "mamba-ssm"])
+def test_what_to_use_without_a_gpu(
+    kernels: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The interpreter is named for Lockstep's kernels alone, and needs Triton."""
+    chosen = ("--backend", "optimized", "--option", f"kernels={kernels}")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert main(monkeypatch, "generate", *DEMO, *chosen, "demo", "Hello") == 2
+    first = capsys.readouterr().err
+    start = f'error: kernels={kernels!r} needs a GPU; use kernels="torch" on a CPU'
+    assert first.startswith(start)
+    assert ("TRITON_INTERPRET=1" in first) == (kernels == "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert main(monkeypatch, "generate", *DEMO, *chosen, "demo", "Hello") == 2
+    assert capsys.readouterr().err == first
 
 
 def test_bytes_that_are_no_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,6 +45,7 @@ from tests.engines import CPU, make_engine
 from tests.factories import model_config
 from tests.tolerances import SMALL_PARAMETERS
 
+ROOT = Path(__file__).resolve().parents[1]
 TINY = ("--device", "cpu", "--prompts", "2", "--prompt-tokens", "8")
 Main = Callable[..., int]
 
@@ -315,14 +317,36 @@ def test_plots_can_be_done_without(
 
 
 def test_a_checkout_is_asked_for(
-    climb: Main, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    climb: Main,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Where the package stands alone, one line says so."""
-    monkeypatch.delitem(sys.modules, "lockstep.ladder", raising=False)
-    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
-        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(cli, "ROOT", tmp_path / "installed")
+    monkeypatch.chdir(tmp_path)
     assert climb() == cli.USER_ERROR
     assert capsys.readouterr().err.startswith("error: the ladder needs a checkout")
+
+
+def test_a_package_alone_hands_over_to_the_checkout_it_is_called_in(
+    climb: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is timed is that checkout's package, whose commit is written down."""
+    monkeypatch.setattr(cli, "ROOT", tmp_path / "installed")
+    monkeypatch.setattr(Ladder, "__init__", None)
+    monkeypatch.chdir(ROOT)
+    # Even where Python is told not to look in the working folder.
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    assert climb("--only", "batched products") == 0
+    (row,) = read(tmp_path)["rungs"]
+    assert (row["rung"], row["status"]) == ("batched products", "equal")
+
+
+def test_a_rung_named_twice_is_climbed_once(climb: Main, tmp_path: Path) -> None:
+    """There is nothing to be told apart."""
+    assert climb("--only", "loops", "--only", "loops") == 0
+    assert [row["rung"] for row in read(tmp_path)["rungs"]] == ["loops"]
 
 
 def test_unknown_rungs_are_refused(
@@ -341,10 +365,46 @@ def test_what_cannot_be_written_is_refused_before_the_work(
 ) -> None:
     """A file is no folder; one line says so, and nothing was run."""
     monkeypatch.setattr(Ladder, "__init__", None)
-    (tmp_path / "file").touch()
-    assert climb("--output", str(tmp_path / "file")) == cli.USER_ERROR
-    error = capsys.readouterr().err
-    assert error.startswith("error: output ") and error.count("\n") == 1
+    file = tmp_path / "file"
+    file.touch()
+    assert climb("--output", str(file)) == cli.USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --output {file} cannot be a folder: ")
+    assert line.endswith("; name another folder")
+
+
+#: What a workload asks for too much of.
+TOO_MUCH = {
+    "--prompts": "error: no K/V block of ",
+    "--prompt-tokens": "error: --prompt-tokens plus --new-tokens is 1000",
+    "--new-tokens": "error: --prompt-tokens plus --new-tokens is 1000",
+}
+
+
+@pytest.mark.parametrize("option", TOO_MUCH)
+def test_too_large_a_workload_is_told_in_the_ladders_own_options(
+    option: str, climb: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No option of an engine is named, of which the command has none."""
+    assert climb("--prompt-tokens", "32", option, "100000") == cli.USER_ERROR
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(TOO_MUCH[option])
+    assert not re.search("max_|memory_fraction", line)
+    assert "lower --prompts" in line or "the model has only 4096 positions" in line
+
+
+def test_models_that_there_can_be_are_named(
+    climb: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether a folder is missing, or what it should hold."""
+    for model, cause in {
+        "granite": "'granite' is not a folder; ",
+        str(tmp_path): f"{tmp_path / 'config.json'} does not exist; ",
+    }.items():
+        assert climb("--model", model) == cli.USER_ERROR
+        line = capsys.readouterr().err.splitlines()[-1]
+        takes = "--model takes demo, granite-350m or a checkpoint folder"
+        assert line.startswith(f"error: {cause}{takes}")
 
 
 def test_no_run_takes_less_than_no_time(

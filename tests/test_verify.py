@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -467,10 +468,16 @@ def test_a_verdict_fits_a_screen() -> None:
 def test_mutants_need_a_checkout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """An installed package says where the list of faults is."""
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "lockstep" / "cli.py"))
-    with pytest.raises(ConfigError, match="in a checkout alone"):
+    """An installed package looks for one in the working folder, and says so."""
+    monkeypatch.setattr(cli, "ROOT", tmp_path / "installed")
+    monkeypatch.chdir(tmp_path)
+    message = f"--mutant needs a checkout, and {re.escape(str(tmp_path))} is none"
+    with pytest.raises(ConfigError, match=message):
         cli.judge_mutant("M1")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(cli, "run_python", lambda *given: given)
+    script = str(ROOT / "scripts" / "verify_mutants.py")
+    assert cli.judge_mutant("M1") == (ROOT, script, "M1")
 
 
 #: Known faults of each kind of file: what must be named first, and blamed.
