@@ -5,7 +5,8 @@
 The shards of ``i/n`` are rows of ``tests/matrix.py`` in every way that this machine can
 run them; ``triples`` is a cover of all triples instead. Each is run by pytest in a
 process for each core, and what it says is put beside the shards in the file, each with
-the commit that it is of. Shards of another ``n`` are no parts of the same matrix: they
+the commit that it is of, and the largest error of each class that was let pass, in
+roundoffs, with its row. Shards of another ``n`` are no parts of the same matrix: they
 are refused before anything runs.
 """
 
@@ -30,6 +31,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tests.tolerances import read_measured  # noqa: E402
+
 OUTPUT = ROOT / "benchmarks/results/gpu_matrix.json"
 TESTS = "tests/equivalence/test_engine.py"
 VERSIONS = ("torch", "triton", "transformers")
@@ -141,7 +147,8 @@ def run(
     }
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
+        report, measured = Path(folder, "report.xml"), Path(folder, "measured")
+        environment["LOCKSTEP_MEASURED"] = str(measured)
         # Each process begins with neighbours, which have an engine in common.
         spread = ["-n", str(jobs), "--dist", "worksteal"]
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", TESTS, *spread]
@@ -164,7 +171,7 @@ def run(
         seconds = time.monotonic() - begin
         if not report.exists():
             raise SystemExit(f"pytest ended with {status} and left no report")
-        found = read(report)
+        found = read(report) | {"largest": read_measured(measured)}
     is_whole = is_complete and status in (0, 1) and not select
     found["is_complete"] = is_whole and not found["rows"]["unfinished"]
     return found | {"seconds": round(seconds, 1), "processes": jobs}

@@ -135,5 +135,7 @@ def test_a_shard_is_run_and_merged(tmp_path: Path) -> None:
     assert mine["rows"]["passed"] == mine["rows"]["run"] > 8
     assert set(mine["steps"]) == {"off", "padded"}
     assert set(mine["tokens"]) == set(mine["ties"]) == {"float32", "bfloat16"}
+    error, row = mine["largest"]["log-probabilities torch.float32"]
+    assert error > 0 and row.startswith(f"{gpu_matrix.TESTS}::test_row[")
     with pytest.raises(SystemExit, match="no part of the same matrix"):
         gpu_matrix.main(["0/2", *options])
