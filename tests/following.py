@@ -13,7 +13,7 @@ compared comes to the CPU in one transfer, and only content newly free is poison
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -26,7 +26,7 @@ from lockstep.batch import Draws
 from lockstep.config import EngineConfig, ModelConfig, Sizes
 from lockstep.debug import poison
 from lockstep.memory import Caches, torch_dtype
-from lockstep.plan import RowPlan, StepPlan
+from lockstep.plan import RowKind, RowPlan, StepPlan
 from lockstep.reference.sampler import _gumbel_noise
 from lockstep.request import Request, RequestOutput, SamplingParams
 from lockstep.trace import EngineState, StepRecord
@@ -43,6 +43,7 @@ from tests.tolerances import (
     MOST_TIES,
     assert_engine_states,
     assert_logprobs,
+    assert_spread,
     logprobs_bound,
 )
 
@@ -322,7 +323,28 @@ def follow(
             twin.engine.add(operation.prompt, operation.sampling, operation.request_id)
     assert not twin.engine.has_work
     twin.engine.check_integrity()
+    if twin.is_rounded:
+        assert_same_on_the_whole(records, recording.records, twin.dtype)
     return records
+
+
+def assert_same_on_the_whole(
+    records: Sequence[StepRecord], expected: Sequence[StepRecord], dtype: torch.dtype
+) -> None:
+    """Hold log-probabilities of all steps together to the reference's.
+
+    Those of decode by themselves, since most positions of a run are of prefill.
+    """
+    for kind in RowKind:
+        pairs = [
+            (mine.logprobs[row.request_id], theirs.logprobs[row.request_id])
+            for mine, theirs in zip(records, expected, strict=True)
+            for row in theirs.rows
+            if row.kind is kind
+        ]
+        if pairs:
+            actual, exact = map(torch.cat, zip(*pairs, strict=True))
+            assert_spread(dtype, kind, actual, exact)
 
 
 def _follow_step(

@@ -21,6 +21,7 @@ from lockstep.errors import IntegrityError
 from lockstep.memory import Caches
 from lockstep.plan import BatchShape
 from lockstep.trace import StepRecord
+from tests import tolerances
 from tests.engines import greedy
 from tests.following import (
     Ties,
@@ -53,12 +54,17 @@ from tests.soaking import assert_passes_equal
 from tests.tolerances import assert_equal
 
 Note = Callable[[str, object], None]
+Part = Callable[..., Any]
 
 #: ``SHARD=0/8 python -m pytest tests/equivalence/test_engine.py -k row`` runs an eighth
 #: of the whole matrix instead of its cover, and ``SHARD=triples`` a cover of triples;
 #: `scripts/gpu_matrix.py` does that on a GPU. Engines are then resized for each row,
 #: not built.
 SHARD = os.environ.get("SHARD", "")
+SHORT_CASES = (
+    ("warm", ALL, "decode", False),
+    ("second turn", SCAN_CHUNK + 1, "mixed", True),
+)
 if "/" in SHARD:
     ROWS = shard(all_rows(), SHARD)
     SHORT_ROWS = shard(all_rows(tuple(SHORT_MODELS)), SHARD)
@@ -67,10 +73,7 @@ else:
     SHORT_ROWS = [
         Row(model, *case, graphs)
         for model in SHORT_MODELS
-        for case in (
-            ("warm", ALL, "decode", False),
-            ("second turn", SCAN_CHUNK + 1, "mixed", True),
-        )
+        for case in SHORT_CASES
         for graphs in GRAPHS
     ]
 
@@ -271,6 +274,78 @@ def test_what_is_kept_wrong_is_seen_in_any_dtype(
     monkeypatch.setattr(twin.engine, "step", spoiled)
     name = kept.removesuffix(" stored")
     with pytest.raises(AssertionError, match=f"^{name}: .* roundoffs"):
+        follow(recorded(row), twin, Ties(), planned=False)
+
+
+def without_own_token(attend: Part) -> Part:
+    """Attend from each token to those before it alone."""
+    return lambda *given: attend(
+        *given[:-1], replace(given[-1], context_lens=given[-1].context_lens - 1)
+    )
+
+
+def first_block_twice(attend: Part) -> Part:
+    """Read the first block of each row for its second."""
+
+    def spoiled(*given: Any) -> Any:
+        tables = given[-1].block_tables.clone()
+        tables[:, 1:2] = tables[:, :1]
+        return attend(*given[:-1], replace(given[-1], block_tables=tables))
+
+    return spoiled
+
+
+def small_scores(attend: Part) -> Part:
+    """Multiply scores by four fifths."""
+    return lambda *given: attend(*given[:3], given[3] * 0.8, given[4])
+
+
+def light_experts(route: Part) -> Part:
+    """Take a twentieth off the weight of each expert."""
+
+    def spoiled(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        experts, weights = route(*given)
+        return experts, weights * 0.95
+
+    return spoiled
+
+
+FAULTS: dict[str, tuple[str, Callable[[Part], Part]]] = {
+    "own token": ("attend_decode", without_own_token),
+    "second block": ("attend_decode", first_block_twice),
+    "scores": ("attend_decode", small_scores),
+    "experts": ("route", light_experts),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case[0])
+@pytest.mark.parametrize("model", SHORT_MODELS)
+def test_what_is_computed_wrong_is_seen_where_kernels_round(
+    model: str,
+    case: tuple[str, int, str, bool],
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the spread of log-probabilities alone, whatever the largest is; else not."""
+    row = Row(model, *case, "off")
+    name, spoil = FAULTS[fault]
+    if name == "route" and "E" not in row.config.layer_pattern:
+        pytest.skip("there are no experts")
+    twin = warm_twin(row.config, row.graphs)
+    twin.resize(**options(row))
+    monkeypatch.setattr(twin, "is_rounded", True)
+    monkeypatch.setattr(tolerances, "MEASURED", {})
+    follow(recorded(row), twin, Ties(), planned=False)
+    kinds = {each.rpartition(" ")[2] for each in tolerances.MEASURED if "root" in each}
+    assert kinds == {"prefill", "decode"}
+    monkeypatch.setattr(tolerances, "KERNEL_LOGPROBS", torch.inf)
+    loose = dict.fromkeys(tolerances.KERNEL_STATES, torch.inf)
+    monkeypatch.setattr(tolerances, "KERNEL_STATES", loose)
+    parts = twin.engine.model.components
+    spoiled = replace(parts, **{name: spoil(getattr(parts, name))})
+    monkeypatch.setattr(twin.engine.model, "components", spoiled)
+    with pytest.raises(AssertionError, match="the root mean square of differences"):
         follow(recorded(row), twin, Ties(), planned=False)
 
 
