@@ -54,8 +54,7 @@ class MambaConfig:
         num_heads: Heads of the recurrence.
         head_dim: Channels of a head.
         state_size: State per channel.
-        num_groups: Groups of heads that share B and C.
-        num_norm_groups: Groups of the gated norm; None for as many as of B and C.
+        num_groups: Groups of heads that share B and C; of channels in the gated norm.
         conv_width: Taps of the causal convolution.
         conv_bias: Whether the convolution has a bias.
         proj_bias: Whether the input and output projections have biases.
@@ -67,7 +66,6 @@ class MambaConfig:
     head_dim: int
     state_size: int
     num_groups: int
-    num_norm_groups: int | None = None
     conv_width: int = 4
     conv_bias: bool = True
     proj_bias: bool = False
@@ -78,7 +76,6 @@ class MambaConfig:
         """Check every field."""
         check_fields(self)
         _check_division("Mamba heads", self.num_heads, "groups", self.num_groups)
-        _check_division("channels", self.inner_size, "norm groups", self.norm_groups)
         low, high = self.time_step_limit
         if not low < high:
             raise ConfigError(f"time_step_limit {self.time_step_limit} is empty")
@@ -87,11 +84,6 @@ class MambaConfig:
     def inner_size(self) -> int:
         """Channels of the recurrence, over all heads."""
         return self.num_heads * self.head_dim
-
-    @property
-    def norm_groups(self) -> int:
-        """Groups of the gated norm."""
-        return self.num_norm_groups or self.num_groups
 
     @property
     def conv_channels(self) -> int:

@@ -145,7 +145,7 @@ class Model:
             gate,
             layer.gated_norm,
             self.config.norm_eps,
-            config.norm_groups,
+            config.num_groups,
         )
         return self._linear(normed, layer.out_proj)
 

@@ -57,7 +57,7 @@ MODELS = {
         embedding_multiplier=3.0,
         residual_multiplier=0.5,
         logit_divisor=0.8,
-        mamba=replace(_MAMBA, num_norm_groups=1, time_step_limit=(0.2, 0.6)),
+        mamba=replace(_MAMBA, time_step_limit=(0.2, 0.6)),
         attention=replace(
             _ATTENTION, qk_norm=True, rotary=RotaryConfig(theta=50.0, part=0.7)
         ),

@@ -95,7 +95,6 @@ _MODELS = {
         embedding_multiplier=3.0,
         residual_multiplier=0.5,
         logit_divisor=0.8,
-        mamba=replace(MAMBA, num_norm_groups=1),
         attention=replace(ATTENTION, rotary=PART_ROTARY, scale=0.3),
         moe=SOFTMAX_MOE,
     ),

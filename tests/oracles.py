@@ -260,7 +260,7 @@ def _mamba(config: ModelConfig, layer: MambaParameters, hidden: Tensor) -> Tenso
         torch.zeros(mamba.num_heads, mamba.head_dim, mamba.state_size),
     )
     y, eps = y.reshape(len(hidden), inner), config.norm_eps
-    normed = gated_group_rms_norm(y, gate, layer.gated_norm, eps, mamba.norm_groups)
+    normed = gated_group_rms_norm(y, gate, layer.gated_norm, eps, mamba.num_groups)
     return _linear(normed, layer.out_proj)
 
 

@@ -4,13 +4,15 @@ Each variant is a tiny random checkpoint that `transformers` saves; Lockstep loa
 and the log-probabilities of every position and 64 greedy tokens are compared with those
 of `transformers` recomputing the whole sequence without a cache, in float32 on a CPU.
 
-Faults of transformers 5.17.0 that the variants step around:
+Faults of transformers 5.17 that are stepped around:
 
 * ``nemotron_h`` does not obey ``time_step_limit``: its prefill form clamps time steps
   to (``time_step_min``, infinity), and its one-token form does not clamp at all. The
   configs set ``time_step_min`` to 1e-9, except where a test sets the limits themselves.
 * ``tie_word_embeddings`` ties nothing: head and embedding are saved and loaded apart.
 * ``attention_bias`` makes no bias.
+* The gated norm of the other families is one over all channels, until 5.23, where that
+  of Mamba-2 as published is one for each group. Here it is cut into groups.
 
 The other families' prefill form obeys the limits, and it alone is asked here: their
 one-token form does not clamp time steps either. Nor is ``bamba`` asked to continue from
@@ -32,6 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.llm import DEMO_FOLDER
+from lockstep.verify.library import group_norms
 from tests.checkpoints import BASE, MOE, edit_config, save
 from tests.tolerances import TRANSFORMERS_LOGPROBS
 
@@ -138,7 +141,9 @@ VARIANTS |= {
 def oracle(folder: Path, **options: Any) -> Any:
     """Load a checkpoint with `transformers`, in float32."""
     options = {"dtype": torch.float32, **options}
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    group_norms(model)
+    return model
 
 
 @torch.no_grad()

@@ -55,8 +55,9 @@ class Library:
         if missing:
             names = ", ".join(sorted(missing))
             raise CheckpointError(f"transformers does not find {names} in {folder}")
-        for layer in model.modules():
-            if config.mamba and hasattr(layer, "time_step_limit"):
+        if config.mamba:
+            group_norms(model)
+            for layer in mamba_layers(model):
                 layer.time_step_limit = config.mamba.time_step_limit
         self.model, self.is_wide = model.eval().to(device), False
 
@@ -81,6 +82,34 @@ class Library:
         for _ in range(count):
             token_ids.append(int(self.logprobs(token_ids)[-1].argmax()))
         return token_ids
+
+
+def mamba_layers(model: torch.nn.Module) -> list[Any]:
+    """Find the library's Mamba layers, in order."""
+    return [each for each in model.modules() if hasattr(each, "time_step_limit")]
+
+
+def group_norms(model: torch.nn.Module) -> None:
+    """Give each Mamba layer a gated norm of groups, if it has none."""
+    for layer in mamba_layers(model):
+        if not hasattr(layer.norm, "group_size"):
+            layer.norm = Grouped(layer.norm, layer.n_groups)
+
+
+class Grouped(torch.nn.Module):
+    """A norm over all channels made one over groups of them."""
+
+    def __init__(self, norm: torch.nn.Module, num_groups: int) -> None:
+        """Cut the weight into groups."""
+        super().__init__()
+        self.norm, self.groups = norm, (num_groups, -1)
+        weight: Any = norm.weight
+        weight.data = weight.data.view(self.groups)
+
+    def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:
+        """Norm each group for itself."""
+        hidden, gate = (each.unflatten(-1, self.groups) for each in (hidden, gate))
+        return self.norm(hidden, gate).flatten(-2)
 
 
 class Widening(TorchFunctionMode):
