@@ -43,6 +43,9 @@ SHORT_FACTOR = 1 / 8
 #: that between transformers and itself in float64: about twice the largest measured on
 #: six checkpoints of every family (in brackets; 2.4 in bfloat16).
 LIBRARY_FACTOR = 6.0  # 2.6
+#: Largest bound that tells anything, in nats: in float16 bounds are below, in bfloat16
+#: mostly above, where a step may read a wrong token and pass.
+COARSEST = 0.5
 Parts = Mapping[str, Any]
 
 
