@@ -65,10 +65,12 @@ class Watch(TorchDispatchMode):
         operations: How many there were.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
-        """Name the callable that is told of each read, by the name of the call."""
+    def __init__(
+        self, report: Callable[[str], None], report_copy: Callable[[str], None] | None
+    ) -> None:
+        """Name who is told of reads, and of copies to the device, by the call."""
         super().__init__()
-        self.report = report
+        self.report, self.report_copy = report, report_copy
         self.operations = 0
 
     def method(self, name: str) -> Callable[..., Any]:
@@ -95,14 +97,23 @@ class Watch(TorchDispatchMode):
         name = _read_by(func, args, kwargs)
         if name:
             self.report(name)
+        name = self.report_copy and _copied_by(func, args, kwargs)
+        if name and self.report_copy:
+            self.report_copy(name)
         return func(*args, **kwargs)
 
 
 @contextmanager
-def watching(report: Callable[[str], None]) -> Generator[Watch]:
-    """Report every read of a tensor by the host, at the call."""
+def watching(
+    report: Callable[[str], None], report_copy: Callable[[str], None] | None = None
+) -> Generator[Watch]:
+    """Report every read of a tensor by the host, at the call.
+
+    If asked, report copies to the device that wait for it, too. On a CPU these are not
+    seen, but what they begin with is: a tensor that is made of the host's numbers.
+    """
     with ExitStack() as stack:
-        watch = stack.enter_context(Watch(report))
+        watch = stack.enter_context(Watch(report, report_copy))
         for name in METHODS:
             stack.enter_context(patch.object(Tensor, name, watch.method(name)))
         yield watch
@@ -219,6 +230,22 @@ def _read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     if name == "copy_" and _leaves(args[1], args[0].device):
         return "copy_"
     return None
+
+
+def _copied_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Name the call that copies the host's numbers to the device, and waits for it."""
+    name = func.overloadpacket.__name__
+    if name == "lift_fresh" and args[0].dim():
+        return "tensor"
+    if name not in ("_to_copy", "copy_"):
+        return None
+    target, source = kwargs.get("device"), args[0]
+    if name == "copy_":
+        target, source = args[0].device, args[1]
+    if target is None or target.type == "cpu" or source.device.type != "cpu":
+        return None
+    is_free = kwargs.get("non_blocking", name == "copy_" and args[2:] == (True,))
+    return None if is_free and source.is_pinned() else name.strip("_")
 
 
 def _leaves(tensor: Tensor, target: torch.device | None) -> bool:

@@ -3,7 +3,8 @@
 A captured graph reads its inputs at fixed addresses. So the arrays of a padded shape
 always lie at the same places of one device buffer, and one copy a step fills it from
 pinned host memory. The host writes the next step while that copy may still be under
-way, so two host buffers take turns, and each waits for its own last copy.
+way, so two host buffers take turns, and each waits for its own last copy: the one made
+two steps before, which is done long since where a step's tokens were read in between.
 """
 
 from __future__ import annotations
@@ -88,13 +89,18 @@ class StepBuffer:
 
 
 def send_once(arrays: Mapping[str, _Array], device: torch.device) -> dict[str, Tensor]:
-    """Copy arrays to the device as one new buffer, and return their views of it."""
+    """Copy arrays to the device as one new buffer, and return their views of it.
+
+    The host goes on meanwhile: torch keeps pinned memory until its copies are done.
+    """
     begins, num_bytes = _places(arrays)
     buffer = np.zeros(num_bytes, np.uint8)
     for begin, array in zip(begins, arrays.values(), strict=True):
         raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
         buffer[begin : begin + array.nbytes] = raw
-    return _view_all(torch.from_numpy(buffer).to(device), begins, arrays)
+    host = torch.from_numpy(buffer)
+    host = host.pin_memory() if device.type == "cuda" else host
+    return _view_all(host.to(device, non_blocking=True), begins, arrays)
 
 
 def count_bytes(arrays: Mapping[str, _Array]) -> int:

@@ -8,7 +8,9 @@ forward pass can be a graph.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple, cast
 
@@ -30,6 +32,7 @@ class Engine(Lifecycle):
 
     def _start(self) -> None:
         """Make the padded shapes known, and capture their graphs if asked for."""
+        self._check_fit()
         config, shapes = self.engine_config, self.sizes.graph_shapes
         self.graphs = GraphRunner(
             config.graphs or "off",
@@ -51,6 +54,22 @@ class Engine(Lifecycle):
                     'max_requests, or use graphs="decode" '
                     f"({str(error).splitlines()[0]})"
                 ) from error
+
+    def _check_fit(self) -> None:
+        """Let kernels refuse heads that are too wide for them.
+
+        Raises:
+            ConfigError: Sizes that fit no tile.
+        """
+        config, dtype = self.model_config, self.model.parameters.embedding.dtype
+        chunk = self.sizes.scan_chunk_size
+        mamba = config.mamba and replace(config.mamba, scan_chunk_size=chunk)
+        parts = self.components.scan_prefill, self.components.attend_prefill
+        for part, shape in zip(parts, (mamba, config.attention), strict=True):
+            home = sys.modules.get(getattr(part, "__module__", ""))
+            check = getattr(home, "check_fit", None)
+            if shape and check:
+                check(shape, dtype)
 
     def _capture(self) -> Iterator[BatchShape]:
         """Capture every shape, and draw at each: nothing is left to compile later."""
@@ -174,8 +193,8 @@ class Engine(Lifecycle):
         """
         parts = [drawn.double()]
         if reports:
-            index = torch.tensor([report.logit for report in reports]).to(logits.device)
-            logprobs = self.components.log_probabilities(logits[index])
+            chosen = torch.stack([logits[report.logit] for report in reports])
+            logprobs = self.components.log_probabilities(chosen)
             ordered = torch.sort(logprobs, descending=True, stable=True)
             for number, report in enumerate(reports):
                 token = drawn[report.draw] if report.token is None else report.token

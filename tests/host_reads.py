@@ -21,6 +21,14 @@ def recorded_host_reads() -> Generator[list[str]]:
 
 
 @contextmanager
+def recorded_copies() -> Generator[list[str]]:
+    """List copies of the host's numbers to the device that wait, by the call."""
+    copies: list[str] = []
+    with watching(lambda _: None, copies.append):
+        yield copies
+
+
+@contextmanager
 def no_host_reads() -> Generator[None]:
     """Refuse every read of a tensor by the host.
 

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.host_reads import HostReadError, no_host_reads, recorded_host_reads
+from tests.engines import greedy, make_engine
+from tests.host_reads import (
+    HostReadError,
+    no_host_reads,
+    recorded_copies,
+    recorded_host_reads,
+)
+from tests.scenarios.common import text, tiny
 
 #: Each way to read, of some values, and the name it is known by.
 READS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
@@ -51,6 +58,19 @@ HARMLESS: dict[str, Callable[[Tensor], object]] = {
     "size": lambda x: x[: len(x) - 2].reshape(2, -1),
 }
 
+#: Each way to bring numbers of the host to a device, which has no memory here.
+COPIES: dict[str, tuple[list[str], Callable[[Tensor], object]]] = {
+    "tensor": (["tensor"], lambda x: torch.tensor([1, 2])),
+    "from_numpy": (["tensor"], lambda x: torch.from_numpy(np.ones(2))),
+    "index by a list": (["tensor"], lambda x: x[[0, 1]]),
+    "to": (["to_copy"], lambda x: x.to("meta")),
+    "not pinned": (["to_copy"], lambda x: x.to("meta", non_blocking=True)),
+    "copy_": (["copy"], lambda x: torch.empty_like(x, device="meta").copy_(x)),
+    "full": ([], lambda x: torch.full((2,), 3)),
+    "one number": ([], lambda x: x.__setitem__(0, 1.0)),
+    "stack": ([], lambda x: torch.stack([x[0], x[1]])),
+}
+
 
 def values() -> Tensor:
     """Make what is read."""
@@ -81,3 +101,29 @@ def test_reads_are_listed_in_order() -> None:
     assert reads == ["tolist", "item"]
     values().tolist()
     assert len(reads) == 2
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_copies_that_wait_are_listed(case: str) -> None:
+    """By the call, and what makes none is not."""
+    expected, copy = COPIES[case]
+    x = values()
+    with recorded_copies() as copies:
+        copy(x)
+    assert copies == expected
+
+
+@pytest.mark.parametrize("graphs", ["off", "padded"])
+def test_a_step_copies_its_arrays_alone(graphs: str) -> None:
+    """Reports need no more; arrays of padded steps have their place already."""
+    options = {"debug": (), "record_logprobs": False, "max_tokens_per_step": 24}
+    engine = make_engine(tiny("M*E"), "optimized", graphs=graphs, **options)
+    engine.add(text(40), greedy(3, logprobs=2, prompt_logprobs=1))
+    engine.add(text(9, seed=1), greedy(3, top_p=0.9, temperature=0.7, logprobs=1))
+    modes: set[str] = set()
+    while engine.has_work:
+        with recorded_copies() as copies:
+            record = engine.step()
+        assert copies == ["tensor"] * (record.mode == "eager"), record
+        modes.add(record.mode)
+    assert modes >= {"eager" if graphs == "off" else graphs}
