@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,8 +117,9 @@ def test_copies_that_wait_are_listed(case: str) -> None:
 @pytest.mark.parametrize("graphs", ["off", "padded"])
 def test_a_step_copies_its_arrays_alone(graphs: str) -> None:
     """Reports need no more; arrays of padded steps have their place already."""
-    options = {"debug": (), "record_logprobs": False, "max_tokens_per_step": 24}
-    engine = make_engine(tiny("M*E"), "optimized", graphs=graphs, **options)
+    options: dict[str, Any] = {"debug": (), "record_logprobs": False}
+    options |= {"graphs": graphs, "max_tokens_per_step": 24}
+    engine = make_engine(tiny("M*E"), "optimized", **options)
     engine.add(text(40), greedy(3, logprobs=2, prompt_logprobs=1))
     engine.add(text(9, seed=1), greedy(3, top_p=0.9, temperature=0.7, logprobs=1))
     modes: set[str] = set()
