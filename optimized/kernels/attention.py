@@ -22,11 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.batch import BatchMetadata
-from lockstep.config import RotaryConfig
+from lockstep.config import AttentionConfig, RotaryConfig
+from lockstep.errors import ConfigError
 from lockstep.optimized.attention import _rotary_frequencies
 from lockstep.shapes import Keys, KvBlocks, Queries, TokenIds
 
-from .dtypes import TRITON_DTYPES, wide_dtype
+from .dtypes import SHARED_MEMORY, TRITON_DTYPES, wide_dtype
 from .exact import add_product
 
 #: Programs of a decode step that fill the device however long one context is.
@@ -37,6 +38,12 @@ _MAX_SPLITS = 64
 _DECODE = {2: (64, 4, 5), 4: (16, 4, 2), 8: (16, 4, 1)}
 #: Likewise: query rows, positions at a time, warps, stages.
 _PREFILL = {2: (128, 128, 8, 3), 4: (64, 16, 16, 2), 8: (16, 16, 4, 1)}
+
+#: Entries of shared memory that queries and keys of a prefill have at most, and keys of
+#: a decode row times its lanes.
+_QUERY_ENTRIES, _KEY_ENTRIES, _DECODE_ENTRIES = 2**15, 2**14, 2**19
+#: Bytes that the sums of as many queries as a program takes have at most.
+_SUM_BYTES = 2**17
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -111,9 +118,11 @@ def attend_decode(
     if not num_rows:
         return outputs
     common = _common(queries, key_blocks, value_blocks)
-    at_a_time, num_warps, num_stages = _DECODE[
-        common["COMPUTE"].primitive_bitwidth // 8
-    ]
+    at_a_time, num_warps, num_stages = _DECODE[common["COMPUTE"].itemsize]
+    lanes = max(16, common["GROUP_BLOCK"])
+    # Wide heads leave shared memory for fewer positions.
+    most = _DECODE_ENTRIES // (common["DIM_BLOCK"] * max(32, lanes))
+    at_a_time = max(16, min(at_a_time, most))
     positions = batch.block_tables.shape[1] * key_blocks.shape[1]
     # A power of two that fills the device, from shapes alone.
     most = triton.cdiv(positions, at_a_time), _MAX_SPLITS
@@ -128,8 +137,7 @@ def attend_decode(
         queries, key_blocks, value_blocks, batch.block_tables, *rows, *queries.stride(),
         *key_blocks.stride()[1:], batch.block_tables.stride(0),
         **common, SCALE=scale, NUM_SPLITS=num_splits,
-        LANES=max(16, common["GROUP_BLOCK"]), AT_A_TIME=at_a_time, num_warps=num_warps,
-        num_stages=num_stages,
+        LANES=lanes, AT_A_TIME=at_a_time, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if num_splits > 1:
         _combine_splits_kernel[(num_rows, num_heads)](
@@ -156,12 +164,12 @@ def attend_prefill(
     if not num_tokens:
         return outputs
     common = _common(queries, key_blocks, value_blocks)
-    lanes, at_a_time, num_warps, num_stages = _PREFILL[
-        common["COMPUTE"].primitive_bitwidth // 8
-    ]
-    lanes = max(lanes, common["GROUP_BLOCK"])
+    lanes, at_a_time, num_warps, num_stages = _PREFILL[common["COMPUTE"].itemsize]
+    group, dims = common["GROUP_BLOCK"], common["DIM_BLOCK"]
+    lanes = max(min(lanes, _QUERY_ENTRIES // dims), group)
+    at_a_time = max(16, min(at_a_time, _KEY_ENTRIES // dims))
     num_rows = len(batch.cu_prefill_lens) - 1
-    most_tiles = num_tokens * common["GROUP_BLOCK"] // lanes + num_rows + 1
+    most_tiles = num_tokens * group // lanes + num_rows + 1
     most_tiles = min(num_tokens, most_tiles)
     _attend_tile_kernel[(most_tiles, key_blocks.shape[2])](
         queries, key_blocks, value_blocks,
@@ -172,6 +180,22 @@ def attend_prefill(
         LANES=lanes, AT_A_TIME=at_a_time, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return outputs
+
+
+def check_fit(config: AttentionConfig, dtype: torch.dtype) -> None:
+    """Refuse heads that no tile holds.
+
+    Raises:
+        ConfigError: Heads that are too wide, or too many of a K/V head.
+    """
+    group = config.num_heads // config.num_kv_heads
+    size = triton.next_power_of_2(config.head_dim) * max(4, dtype.itemsize)
+    if size * max(64, triton.next_power_of_2(group)) > _SUM_BYTES:
+        raise ConfigError(
+            f"attention heads of {config.head_dim} channels, {group} to a K/V head, do "
+            f"not fit the {SHARED_MEMORY} bytes of a GPU's shared memory; use "
+            'kernels="torch"'
+        )
 
 
 def _common(

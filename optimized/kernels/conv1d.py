@@ -41,12 +41,9 @@ def conv_decode(
     _decode_kernel[(triton.cdiv(channels, tile_c), rows)](
         *(inputs, weight, bias, conv_states, outputs, batch.decode_slot_ids),
         *(len(conv_states) - 1, inputs.stride(0), conv_states.stride(0)),
-        CHANNELS=channels,
-        WINDOW=conv_states.shape[2],
-        WIDE=wide_dtype(weight),
-        TILE_C=tile_c,
-        num_warps=_DECODE_WARPS,
-    )
+        CHANNELS=channels, WINDOW=conv_states.shape[2], WIDE=wide_dtype(weight),
+        TILE_C=tile_c, num_warps=_DECODE_WARPS,
+    )  # fmt: skip
     return outputs
 
 
@@ -76,23 +73,17 @@ def conv_prefill(
         *(batch.initial_slot_ids, batch.cu_prefill_lens),
         *(batch.cu_scan_chunks, batch.scan_chunk_rows),
         *strides,
-        **shape,
-        WIDE=wide_dtype(weight),
-        TILE_C=tile_c,
-        TOKENS=_TOKENS,
-        SHARES=_SHARES,
+        **shape, WIDE=wide_dtype(weight), TILE_C=tile_c, TOKENS=_TOKENS, SHARES=_SHARES,
         num_warps=_PREFILL_WARPS,
-    )
+    )  # fmt: skip
     tile_c = _DECODE_BYTES // size
     _store_windows_kernel[(triton.cdiv(channels, tile_c), rows + snapshots)](
         *(inputs, conv_states, initial),
         *(batch.cu_prefill_lens, batch.prefill_slot_ids),
         *(batch.snapshot_rows, batch.snapshot_ends, batch.snapshot_slot_ids),
         *(rows, len(conv_states) - 1, *strides),
-        **shape,
-        TILE_C=tile_c,
-        num_warps=2,
-    )
+        **shape, TILE_C=tile_c, num_warps=2,
+    )  # fmt: skip
     return outputs
 
 

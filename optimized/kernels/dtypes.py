@@ -1,10 +1,13 @@
-"""What kernels compute in."""
+"""What kernels compute in, and where."""
 
 from __future__ import annotations
 
 import torch
 import triton.language as tl
 from torch import Tensor
+
+#: Bytes of shared memory that a program on sm_90 can count on, besides a few barriers.
+SHARED_MEMORY = 226 * 1024
 
 TRITON_DTYPES = {
     torch.float64: tl.float64,

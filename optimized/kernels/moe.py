@@ -346,7 +346,7 @@ def _product_kernel(
         matrix = matrices + expert.to(tl.int64) * expert_stride
         matrix += tl.where(is_column, columns, 0).to(tl.int64)[:, None] * matrix_row
         matrix += steps * matrix_column
-        features = matrix + num_columns.to(tl.int64) * matrix_row
+        features = matrix + tl.cast(num_columns, tl.int64) * matrix_row
         sums = tl.zeros([ROWS, COLUMNS], SUMS)
         more_sums = tl.zeros([ROWS, COLUMNS], SUMS)
         for first in range(0, NUM_INPUTS, INPUTS):

@@ -29,7 +29,7 @@ from lockstep.memory import SCAN_CHUNK_SIZES
 from lockstep.parameters import MambaParameters
 from lockstep.shapes import ScanInputs, SsmStates
 
-from .dtypes import wide_dtype
+from .dtypes import SHARED_MEMORY, wide_dtype
 
 
 class _Tiles(NamedTuple):
@@ -100,22 +100,14 @@ def scan_decode(
     _decode_kernel[(tiles * config.num_heads, len(x))](
         *(x, dt, B, C, y),
         *(parameters.A, parameters.dt_bias, parameters.D),
-        ssm_states,
-        batch.decode_slot_ids,
-        len(ssm_states) - 1,
-        *(x.stride(0), dt.stride(0), B.stride(0), C.stride(0)),
-        ssm_states.stride(0),
-        LOW=low,
-        HIGH=high,
-        **_shape(config),
-        WIDE=wide_dtype(x),
-        TILE_P=tile,
-        TILE_N=columns,
-        num_warps=_DECODE_WARPS,
+        *(ssm_states, batch.decode_slot_ids, len(ssm_states) - 1),
+        *(x.stride(0), dt.stride(0), B.stride(0), C.stride(0), ssm_states.stride(0)),
+        LOW=low, HIGH=high, **_shape(config), WIDE=wide_dtype(x), TILE_P=tile,
+        TILE_N=columns, num_warps=_DECODE_WARPS,
         # Lanes of one entry each would fuse their own product into the sum that all of
         # them come to, and round it apart.
         enable_fp_fusion=x.element_size() < 8 and tile * columns > 32 * _DECODE_WARPS,
-    )
+    )  # fmt: skip
     return y
 
 
@@ -193,22 +185,15 @@ def _settle(
         *(batch.cu_prefill_lens, batch.prefill_starts),
         *(batch.cu_scan_chunks, batch.scan_chunk_rows),
         *(batch.snapshot_scan_chunks, batch.snapshot_slot_ids),
-        *(len(x), snapshots, dummy_slot),
-        dt.stride(0),
-        LOW=low,
-        HIGH=high,
-        HEADS=heads,
-        SIZE=size,
-        SNAPSHOTS=max(16, triton.next_power_of_2(snapshots)),
-        WIDE=wide_dtype(x),
-        IS_EXACT=x.dtype == wide,
-        TILE_T=tile_t,
-        TILE_H=tile_h,
+        *(len(x), snapshots, dummy_slot, dt.stride(0)),
+        LOW=low, HIGH=high, HEADS=heads, SIZE=size,
+        SNAPSHOTS=max(16, triton.next_power_of_2(snapshots)), WIDE=wide_dtype(x),
+        IS_EXACT=x.dtype == wide, TILE_T=tile_t, TILE_H=tile_h,
         # No more lanes than entries, or several would write each.
         num_warps=max(1, min(4, size * tile_h // 128)),
         # As in decode: lanes agree on what they add up.
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return settled
 
 
@@ -235,16 +220,10 @@ def _pass_states(
         *(batch.prefill_slot_ids, batch.initial_slot_ids),
         len(x),
         *(x.stride(0), B.stride(0), ssm_states.stride(0)),
-        **_shape(config),
-        SIZE=config.scan_chunk_size,
-        WIDE=wide_dtype(x),
-        TILES_N=tiles_n,
-        TILE_T=min(tiles.lanes, config.scan_chunk_size),
-        TILE_P=tile_p,
-        TILE_N=tile_n,
-        num_warps=tiles.pass_warps,
-        num_stages=tiles.pass_stages,
-    )
+        **_shape(config), SIZE=config.scan_chunk_size, WIDE=wide_dtype(x),
+        TILES_N=tiles_n, TILE_T=min(tiles.lanes, config.scan_chunk_size), TILE_P=tile_p,
+        TILE_N=tile_n, num_warps=tiles.pass_warps, num_stages=tiles.pass_stages,
+    )  # fmt: skip
 
 
 def _compute_outputs(
@@ -260,7 +239,7 @@ def _compute_outputs(
     y = x.new_empty(x.shape)
     tiles = _TILES[x.element_size()]
     size = config.scan_chunk_size
-    tile_t = size if size <= tiles.out_lanes else min(64, tiles.out_lanes)
+    tile_t, tile_n, stages = _fit(config, x.element_size())
     tile_h = math.gcd(config.num_heads // config.num_groups, tiles.out_heads)
     whole = size // tile_t * config.num_heads * len(batch.scan_chunk_rows)
     # Heads share what they read alike, but each is computed in the same way.
@@ -269,32 +248,71 @@ def _compute_outputs(
     parts = size // tile_t * (config.num_heads // tile_h)
     _outputs_kernel[(parts, len(batch.scan_chunk_rows))](
         *(x, B, C, y, starts, settled.lanes),
-        parameters.D,
-        batch.cu_scan_chunks,
-        len(x),
+        *(parameters.D, batch.cu_scan_chunks, len(x)),
         *(x.stride(0), B.stride(0), C.stride(0)),
-        **_shape(config),
-        SIZE=size,
-        WIDE=wide_dtype(x),
-        IS_EXACT=x.dtype == settled.lanes.dtype,
-        TILE_H=tile_h,
-        TILE_T=tile_t,
-        TILE_P=_tile(config.head_dim),
-        TILE_N=_tile(config.state_size, tiles.depth),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages if size == tile_t else min(2, tiles.stages),
-    )
+        **_shape(config), SIZE=size, WIDE=wide_dtype(x),
+        IS_EXACT=x.dtype == settled.lanes.dtype, TILE_H=tile_h, TILE_T=tile_t,
+        TILE_P=_tile(config.head_dim), TILE_N=tile_n, num_warps=tiles.warps,
+        num_stages=stages,
+    )  # fmt: skip
     return y
+
+
+def check_fit(config: MambaConfig, dtype: torch.dtype) -> None:
+    """Refuse heads that no tile holds.
+
+    Raises:
+        ConfigError: Heads or states that are too wide.
+    """
+    _fit(config, dtype.itemsize)
+
+
+def _fit(config: MambaConfig, itemsize: int) -> tuple[int, int, int]:
+    """Choose lanes, state columns and stages of a program that computes outputs.
+
+    Wide heads leave shared memory for fewer stages, then for fewer columns.
+
+    Raises:
+        ConfigError: Heads or states that are too wide.
+    """
+    tiles, size = _TILES[itemsize], config.scan_chunk_size
+    tile_t = size if size <= tiles.out_lanes else min(64, tiles.out_lanes)
+    tile_n = _tile(config.state_size, tiles.depth)
+    room = SHARED_MEMORY // itemsize
+    while _held(config, tile_t, tile_n, itemsize) > room:
+        tile_n //= 2
+        if tile_n < 16:
+            raise ConfigError(
+                f"Mamba heads of {config.head_dim} channels and {config.state_size} "
+                f"state columns do not fit the {SHARED_MEMORY} bytes of a GPU's shared "
+                'memory; use kernels="torch"'
+            )
+    tile_p = _tile(config.head_dim)
+    columns = triton.cdiv(config.state_size, tile_n) * tile_n
+    if size > tile_t:
+        two = tile_p * (tile_t + 2 * columns) + tile_t * (3 * columns + 2 * tile_t)
+        return tile_t, tile_n, min(tiles.stages, 1 + (two <= room))
+    each = tile_p * (tile_t + columns) + tile_t * (columns if columns > tile_n else 0)
+    stages = min(tiles.stages, (room - tile_t * tile_n) // each)
+    return tile_t, tile_n, max(1, stages)
+
+
+def _held(config: MambaConfig, tile_t: int, tile_n: int, itemsize: int) -> int:
+    """Count what one stage of such a program holds in shared memory."""
+    tile_p = _tile(config.head_dim)
+    if itemsize == 2:
+        return tile_p * (tile_t + tile_n) + tile_t * tile_n
+    # Without matrix units, also weights, all of C, and states once more.
+    columns = triton.cdiv(config.state_size, tile_n) * tile_n
+    return tile_p * (tile_t + 2 * tile_n) + tile_t * (tile_t + columns)
 
 
 def _shape(config: MambaConfig) -> dict[str, int]:
     """Name the sizes that kernels are compiled for."""
-    return {
-        "HEADS": config.num_heads,
-        "HEADS_PER_GROUP": config.num_heads // config.num_groups,
-        "DIM": config.head_dim,
-        "STATE": config.state_size,
-    }
+    return dict(
+        HEADS=config.num_heads, HEADS_PER_GROUP=config.num_heads // config.num_groups,
+        DIM=config.head_dim, STATE=config.state_size,
+    )  # fmt: skip
 
 
 def _tile(size: int, most: int | None = None) -> int:

@@ -31,11 +31,8 @@ def copy_states(
         *(dummy_slot, rows, caches.conv.stride(0), caches.ssm.stride(0)),
         CONV_SIZE=caches.conv[0, 0].numel() if layers else 0,
         SSM_SIZE=caches.ssm[0, 0].numel() if layers else 0,
-        SHARES=_SHARES,
-        ROWS=triton.next_power_of_2(rows),
-        TILE=_TILE,
-        num_warps=8,
-    )
+        SHARES=_SHARES, ROWS=triton.next_power_of_2(rows), TILE=_TILE, num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["dummy_slot", "num_rows"])

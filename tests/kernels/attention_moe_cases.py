@@ -17,6 +17,8 @@ from lockstep.config import Activation, MoeConfig, RotaryConfig
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 #: Query heads, K/V heads and width: of two published models, and an odd one.
 HEADS = ((32, 2, 128), (32, 8, 128), (9, 3, 80))
+#: Of heads that are wide, or many to a K/V head: of two bytes a value alone.
+WIDE = ((16, 8, 256), (16, 4, 192), (16, 2, 512), (128, 1, 256))
 VOCAB = 131072
 #: Whether experts are gated, and by what.
 EXPERTS: tuple[tuple[bool, Activation], ...] = (
@@ -51,12 +53,13 @@ def cases() -> dict[str, Call]:
 def _attention(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     from lockstep.optimized.kernels import attention as kernels
 
-    for num_heads, num_kv_heads, head_dim in HEADS[dtype.itemsize // 4 :]:
+    wide = WIDE if dtype == torch.bfloat16 else ()
+    for num_heads, num_kv_heads, head_dim in (*HEADS[dtype.itemsize // 4 :], *wide):
         new = empty(2, 64, num_kv_heads, head_dim, dtype=dtype)
         queries = empty(64, num_heads, head_dim, dtype=dtype)
         index = empty(64)
         shape = f"{num_heads}/{num_kv_heads}/{head_dim}"
-        for size in (16, 256):
+        for size in (16,) if head_dim > 128 else (16, 256):
             pools = empty(2, 99, size, num_kv_heads, head_dim, dtype=dtype)
             batch: Any = SimpleNamespace(
                 block_tables=empty(512, 40),
@@ -100,6 +103,14 @@ def _experts(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             given = tokens, ids, weights, up, down, config
             name = f"experts {activation} {gated} {count}"
             yield name, partial(kernels.apply_experts, *given)
+
+    # Triton takes a size of one for a constant.
+    tokens, weights = empty(4, 1, dtype=dtype), empty(4, 2, dtype=wide)
+    for gated, activation in EXPERTS[:2]:
+        config = MoeConfig(8, 2, 1, 0, activation=activation, gated=gated)
+        up, down = empty(8, 1 + gated, 1, dtype=dtype), empty(8, 1, 1, dtype=dtype)
+        given = tokens, empty(4, 2), weights, up, down, config
+        yield f"experts of one {gated}", partial(kernels.apply_experts, *given)
 
 
 def _routes(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -18,6 +18,11 @@ from lockstep.memory import SCAN_CHUNK_SIZES
 NANO3 = MambaConfig(num_heads=64, head_dim=64, state_size=128, num_groups=8)
 HIDDEN = 2688
 DENSE4B, DENSE_HIDDEN = replace(NANO3, num_heads=112), 3072
+#: Channels of a head, state columns and scan chunk of models whose heads are wide.
+WIDE = (
+    *((64, 512, 64), (80, 200, 64), (128, 256, 64), (128, 256, 128), (128, 256, 256)),
+    *((256, 128, 128), (256, 256, 128)),
+)
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 SLOTS = 34
 #: Whose kernels these are.
@@ -76,9 +81,20 @@ def cases() -> dict[str, Callable[[], Any]]:
         name = str(dtype).removeprefix("torch.")
         calls = _of(dtype, NANO3, HIDDEN, SCAN_CHUNK_SIZES)
         found |= {f"{key} {name}": call for key, call in calls.items()}
+    found |= {f"wide {'/'.join(map(str, sizes))}": _scan(*sizes) for sizes in WIDE}
     sizes = (DENSE4B.scan_chunk_size,)
     calls = _of(torch.bfloat16, DENSE4B, DENSE_HIDDEN, sizes)
     return found | {f"{key} dense bfloat16": call for key, call in calls.items()}
+
+
+def _scan(head_dim: int, state_size: int, chunk: int) -> Callable[[], Any]:
+    """Scan prompts of a model with two bytes a value."""
+    from lockstep.optimized.kernels import scan
+
+    config = MambaConfig(8, head_dim, state_size, 1, scan_chunk_size=chunk)
+    states = empty(SLOTS, 8, head_dim, state_size, dtype=torch.float32)
+    given = tokens(config, 8, torch.bfloat16), layer(config, torch.float32)
+    return lambda: scan.scan_prefill(*given, config, states, batch())
 
 
 def _of(

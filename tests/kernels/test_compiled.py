@@ -21,8 +21,16 @@ PRODUCTS = (
 )
 CASES = (mamba_cases, attention_moe_cases)
 #: Bytes that spill all the same, in what no published model asks for: an odd width of
-#: heads where no context is split, and an error function in the tallest tile.
-SPILLED = {"decode 512 of 9/3/80": 8, "experts gelu False 2176": 296}
+#: heads where no context is split, an error function in the tallest tile, wide heads.
+SPILLED = {
+    "decode 512 of 9/3/80": 8,
+    "experts gelu False 2176": 296,
+    "16/8/256": 16,
+    "16/4/192": 48,
+    "16/2/512": 512,
+    "128/1/256": 1624,
+    "wide": 1136,
+}
 
 
 def test_each_module_of_kernels_has_cases() -> None:
@@ -47,7 +55,7 @@ def test_all_compile_and_fit(cases: ModuleType) -> None:
         assert entry.shared <= SHARED_MEMORY, entry
         # A far angle is brought near by way of the stack; float64 is for proofs.
         if "rotary" not in entry.case and "float64" not in entry.case:
-            most = [n for case, n in SPILLED.items() if entry.case.startswith(case)]
+            most = [n for case, n in SPILLED.items() if case in entry.case]
             assert entry.spilled <= max(most, default=0), entry
         if entry.kernel in PRODUCTS and "bfloat16" in entry.case:
             assert entry.products > 0, entry

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from lockstep.config import AttentionConfig, MambaConfig
+from lockstep.errors import ConfigError
 from lockstep.plan import BatchShape
 from tests.engines import assert_equals_lone, greedy, make_engine
 from tests.guards import drain_guarded, make_guarded
@@ -34,6 +38,23 @@ def test_an_engine_of_kernels_equals_the_reference(graphs: str) -> None:
     assert run.outputs[again].cache.num_skipped_tokens == 16
     for output in run.outputs.values():
         assert_equals_lone(MODEL, output, run, SAMPLING)
+
+
+WIDE: dict[str, Any] = {
+    "4096 channels and 16": {"mamba": MambaConfig(2, 4096, 16, 1, scan_chunk_size=16)},
+    "1024 channels, 2 to": {"attention": AttentionConfig(2, 1, 1024)},
+    "16 channels, 4096 to": {"attention": AttentionConfig(4096, 1, 16)},
+}
+
+
+@pytest.mark.parametrize("numbers", WIDE)
+def test_heads_that_fit_no_tile_are_refused(numbers: str) -> None:
+    """When the engine is built, with the way out, which is one."""
+    config = tiny("M*", **WIDE[numbers])
+    options: dict[str, Any] = {"block_size": 128, "debug": ()}
+    with pytest.raises(ConfigError, match=f'{numbers}.*kernels="torch"'):
+        make_engine(config, "optimized", kernels="triton", **options)
+    make_engine(config, "optimized", kernels="torch", **options)
 
 
 def launches(max_requests: int) -> list[tuple[BatchShape, list[object]]]:
