@@ -245,48 +245,59 @@ def _waiting(mode: str) -> Generator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-def _unread(**options: Any) -> Any:
+def _unread(graphs: str = GRAPHS, **options: Any) -> Any:
     """Build an engine of which a test reads nothing between steps."""
     options = {"record_logprobs": False, "debug": (), **options}
-    return make_engine(MODEL, "optimized", device=DEVICE, graphs=GRAPHS, **options)
+    return make_engine(MODEL, "optimized", device=DEVICE, graphs=graphs, **options)
 
 
-def test_a_slice_waits_for_nothing() -> None:
+@pytest.mark.parametrize(("graphs", "mode"), [(GRAPHS, MODE), ("off", "eager")])
+def test_a_slice_waits_for_nothing(graphs: str, mode: str) -> None:
     """Slices of a prompt, of which nothing is read, leave the host free to go on."""
-    engine = _unread(max_tokens_per_step=16)
+    engine = _unread(graphs, max_tokens_per_step=16)
+    ask(engine, text(16, seed=1))
     engine.add(text(16 * 6), greedy(1))
     for _ in range(5):
         with _waiting("error"):
             record = engine.step()
-        assert record.mode == MODE and not record.host_reads
+        assert record.mode == mode and not record.host_reads
         assert not record.interrupted and not record.failed
     assert len(drain(engine).outputs) == 1
 
 
 def test_a_step_waits_for_its_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that decode, prefill or both, drawing in any way, are read once each."""
+    """Steps that decode, prefill or both, drawing in any way, are read once each.
+
+    What is reported of them is read with the tokens; a prompt's reports may want more
+    logits than a graph has, so that their step runs eagerly.
+    """
     engine = _unread(max_tokens_per_step=24)
-    read, reads = engine._read, list[int]()
+    tolist, reads = Tensor.tolist, list[int]()
 
-    def read_and_wait(drawn: Tensor, *given: Any) -> list[float]:
-        reads.append(len(drawn))
+    def read_and_wait(values: Tensor) -> list[float]:
+        reads.append(len(values))
         with _waiting("default"):
-            return read(drawn, *given)
+            return tolist(values)
 
-    monkeypatch.setattr(engine, "_read", read_and_wait)
-    for seed, length in enumerate((5, 40, 16)):
+    monkeypatch.setattr(Tensor, "tolist", read_and_wait)
+    reports = {"logprobs": 2}, {"prompt_logprobs": 1}, {}
+    for seed, (length, reported) in enumerate(zip((5, 40, 16), reports, strict=True)):
         drawing = {"temperature": 0.7 * (seed % 2), "top_p": 0.9, "seed": seed}
-        engine.add(text(length, seed), greedy(6, **drawing))
-    kinds: set[tuple[bool, bool]] = set()
+        engine.add(text(length, seed), greedy(6, **drawing, **reported))
+    kinds, seen = set[tuple[bool, bool]](), set[tuple[bool, bool]]()
     while engine.has_work:
         with _waiting("error"):
             record = engine.step()
-        assert record.mode == MODE, record.eager_reason
+        assert record.mode == MODE or record.prompt_reported, record.eager_reason
         assert not record.interrupted and not record.failed, record.failed
-        assert reads == ([len(record.tokens)] if record.tokens else [])
+        numbers = len(record.tokens) + 5 * len(record.reported)
+        numbers += sum(3 * len(found) for found in record.prompt_reported.values())
+        assert reads == ([numbers] if numbers else [])
         reads.clear()
+        seen.add((bool(record.reported), bool(record.prompt_reported)))
         kinds.add((record.shape.prefill_requests > 0, record.shape.decode_requests > 0))
     assert kinds == {(True, False), (True, True), (False, True)}
+    assert {(True, False), (True, True)} <= seen
 
 
 def test_offsets_beyond_32_bits() -> None:

@@ -97,30 +97,47 @@ def test_a_buffer_waits_for_its_last_copy() -> None:
         assert_equal(ids.cpu(), torch.full((100,), turn))
 
 
-def test_a_side_stream_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it computes is added when it has come, and is what one stream computes."""
-    model = load("optimized", "streams").Model
-    run_both, seconds = model._run_both, list[Any]()
+def test_arrays_sent_once_are_kept_until_copied() -> None:
+    """Pinned memory is given to nobody else before a copy that is late."""
+    send_once = load("optimized", "buffers").send_once
+    found: list[Tensor] = []
+    for turn in range(6):
+        torch.cuda._sleep(LATE)
+        found.append(send_once({"ids": np.full(100, turn)}, CUDA)["ids"])
+    for turn, ids in enumerate(found):
+        assert_equal(ids.cpu(), torch.full((100,), turn))
 
-    def late(self: Any, first: Callable[[], Tensor], second: Any) -> Any:
-        seconds.append(second)
-        return run_both(self, first, delay(second))
 
-    engine = start(side_stream=True)
-    assert type(engine.model) is model
-    monkeypatch.setattr(engine.model, "_run_both", late.__get__(engine.model))
-    assert_nothing_changes(engine, side_stream=False)
+@pytest.mark.parametrize("graphs", ["padded", "all"])
+def test_a_side_stream_that_is_late(graphs: str) -> None:
+    """What it computes is added when it has come, and is what one stream computes.
+
+    A graph is captured with the delay, and sleeps as long at each replay.
+    """
+    base, seconds = load("optimized", "streams").Model, list[Any]()
+
+    class Late(base):
+        def _run_both(self, first: Callable[[], Tensor], second: Any) -> Any:
+            seconds.append(second)
+            return super()._run_both(first, delay(second))
+
+    parts = {"model.Model": Late}
+    engine = start(graphs, components=parts, side_stream=True)
+    assert type(engine.model) is Late
+    assert_nothing_changes(engine, graphs=graphs, side_stream=False)
     assert seconds
 
 
+@pytest.mark.parametrize("graphs", ["padded", "all"])
 @pytest.mark.parametrize("side_stream", [False, True])
-def test_a_main_stream_that_is_late(
-    side_stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The side stream does not begin before it."""
-    engine = start(side_stream=side_stream)
-    monkeypatch.setattr(engine.model, "forward", delay(engine.model.forward))
-    assert_nothing_changes(engine, side_stream=False)
+def test_a_main_stream_that_is_late(side_stream: bool, graphs: str) -> None:
+    """The side stream does not begin before it, within a graph either."""
+    base = load("optimized", "streams" if side_stream else "model").Model
+    late = type("Late", (base,), {"forward": delay(base.forward)})
+    parts = {"model.Model": late}
+    engine = start(graphs, components=parts, side_stream=side_stream)
+    assert type(engine.model) is late
+    assert_nothing_changes(engine, graphs=graphs, side_stream=False)
 
 
 @pytest.mark.parametrize("graphs", ["padded", "all"])
