@@ -1,4 +1,7 @@
-"""Guards around whatever an engine has on a GPU, graphs and their insides included."""
+"""Guards around whatever an engine has on a GPU, buffers of graphs included.
+
+What is made while a graph is captured has none: see `tests/guards.py`.
+"""
 
 from __future__ import annotations
 
