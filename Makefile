@@ -61,5 +61,6 @@ format: setup  ## apply style and format
 build: setup  ## build the wheel and the source archive into dist/
 	$(PY) -m build --no-isolation
 
-clean:  ## remove caches and build output, not the environment
-	rm -rf .data/cache build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean:  ## remove caches and build output, not the environment nor packages put there
+	rm -rf .data/cache dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	[ ! -d build ] || find build -mindepth 1 -maxdepth 1 ! -name packages -exec rm -r {} +

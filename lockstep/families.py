@@ -176,7 +176,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
+        advice = "name a folder as save_pretrained or a download leaves it"
+        raise CheckpointError(f"{path} does not exist; {advice}") from None
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):
