@@ -44,9 +44,10 @@ class _Tiles(NamedTuple):
         out_lanes: Lanes of a chunk in a program that computes outputs; 64 of a chunk
             that has more.
         out_heads: Heads of a group in that program; fewer where programs are few.
-        depth: State columns that one of its products adds up.
+        depth: State columns that one of its products adds up; fewer of wide heads.
         warps: Warps of that program.
-        stages: Heads whose loads are under way at once; two where a chunk is cut.
+        stages: Heads whose loads are under way at once; two where a chunk is cut, and
+            fewer of wide heads.
     """
 
     dims: int
