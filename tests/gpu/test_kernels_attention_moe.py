@@ -22,9 +22,8 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 DTYPES = (torch.float32, torch.bfloat16)
 #: Query heads, K/V heads and width of a head.
-HEADS = [(32, 2, 128), (32, 8, 128), (9, 3, 80)]
+HEADS = [(32, 2, 128), (32, 8, 128), (9, 3, 80), (8, 2, 256)]
 BLOCK = 256
-SCALE = 128**-0.5
 #: Positions whose angles are within what the budget of rotary is for.
 NEAR = 65
 
@@ -54,7 +53,7 @@ class Rows:
         self, contexts: list[int], heads: tuple[int, int, int], dtype: torch.dtype
     ) -> None:
         """Fill the pool."""
-        self.contexts = contexts
+        self.contexts, self.scale = contexts, heads[2] ** -0.5
         width = max(-(-context // BLOCK) for context in contexts) + 2
         num_blocks = len(contexts) * width
         source = torch.Generator(CUDA).manual_seed(1)
@@ -73,7 +72,7 @@ class Rows:
         context, num_kv_heads = self.contexts[row], self.pools.shape[3]
         keys, values = self.pools[:, self.tables[row]].flatten(1, 2)[:, :context]
         grouped = queries.double().unflatten(1, (num_kv_heads, -1))
-        scores = torch.einsum("tkgd,nkd->kgtn", grouped, keys.double()) * SCALE
+        scores = torch.einsum("tkgd,nkd->kgtn", grouped, keys.double()) * self.scale
         is_hidden = torch.arange(context, device=CUDA) > starts[:, None]
         weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
         return torch.einsum("kgtn,nkd->tkgd", weights, values.double()).flatten(1, 2)
@@ -95,7 +94,7 @@ def test_decode(
     wide = randn(len(contexts), heads[0], heads[2] + 8, seed=2, dtype=dtype)
     queries = wide[..., 8:]
     kernel = load_kernels("optimized", "attention").attend_decode
-    outputs = twice(lambda: kernel(queries, *rows.pools, SCALE, batch))
+    outputs = twice(lambda: kernel(queries, *rows.pools, rows.scale, batch))
     for row, context in enumerate(contexts):
         if not context:
             assert_equal(outputs[row], torch.zeros_like(outputs[row]))
@@ -121,7 +120,7 @@ def test_prefill(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     queries = randn(num_tokens, *heads[::2], seed=3, dtype=dtype)
     queries[ends[-1] :] = torch.nan
     kernel = load_kernels("optimized", "attention").attend_prefill
-    outputs = twice(lambda: kernel(queries, *rows.pools, SCALE, batch))
+    outputs = twice(lambda: kernel(queries, *rows.pools, rows.scale, batch))
     assert not outputs[ends[-1] :].any()
     for row, (start, length) in enumerate(pieces):
         mine = slice(int(ends[row]), int(ends[row + 1]))

@@ -25,6 +25,8 @@ from tests.tolerances import assert_budgeted, assert_equal
 pytestmark = pytest.mark.gpu
 
 NANO3 = MambaConfig(num_heads=64, head_dim=64, state_size=128, num_groups=8)
+#: Heads that leave shared memory for one stage alone.
+WIDE = MambaConfig(num_heads=8, head_dim=128, state_size=256, num_groups=2)
 CHANNELS = NANO3.conv_channels
 DTYPES = (torch.float32, torch.bfloat16)
 STATE = (NANO3.num_heads, NANO3.head_dim, NANO3.state_size)
@@ -46,9 +48,9 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
-def parameters(is_slow: bool = False) -> MambaParameters:
+def parameters(is_slow: bool = False, config: MambaConfig = NANO3) -> MambaParameters:
     """Draw what a scan reads of a layer; slow ones remember a thousand tokens."""
-    heads = NANO3.num_heads
+    heads = config.num_heads
     rates = -(1 + 15 * torch.rand(heads)) / (100 if is_slow else 1)
     given: Any = dict.fromkeys(MambaParameters.__dataclass_fields__)
     given |= {"A": rates, "dt_bias": randn(heads) - 2, "D": randn(heads)}
@@ -58,16 +60,18 @@ def parameters(is_slow: bool = False) -> MambaParameters:
     return layer
 
 
-def tokens_of(count: int, dtype: torch.dtype) -> ScanTokens:
+def tokens_of(
+    count: int, dtype: torch.dtype, config: MambaConfig = NANO3
+) -> ScanTokens:
     """Draw tokens as views of wider rows."""
-    groups = NANO3.num_groups * NANO3.state_size
-    rows = randn(count, CHANNELS, dtype=dtype)
-    x, B, C = rows.split([NANO3.inner_size, groups, groups], dim=1)
-    dt = randn(count, 200, dtype=dtype)[:, 80 : 80 + NANO3.num_heads]
+    groups = config.num_groups * config.state_size
+    rows = randn(count, config.conv_channels, dtype=dtype)
+    x, B, C = rows.split([config.inner_size, groups, groups], dim=1)
+    dt = randn(count, 200, dtype=dtype)[:, 80 : 80 + config.num_heads]
     return ScanTokens(
-        x.unflatten(1, (NANO3.num_heads, -1)),
+        x.unflatten(1, (config.num_heads, -1)),
         dt,
-        *(part.unflatten(1, (NANO3.num_groups, -1)) for part in (B, C)),
+        *(part.unflatten(1, (config.num_groups, -1)) for part in (B, C)),
     )
 
 
@@ -118,12 +122,26 @@ def wide(layer: MambaParameters) -> MambaParameters:
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_scans(chunk: int, dtype: torch.dtype, is_slow: bool) -> None:
     """Outputs and states within their budgets, at padded shapes."""
+    assert_scans(replace(NANO3, scan_chunk_size=chunk), dtype, is_slow)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [64, 128, 256])
+def test_wide_scans(chunk: int, dtype: torch.dtype) -> None:
+    """Heads and states twice as wide, for which tiles are others."""
+    assert_scans(replace(WIDE, scan_chunk_size=chunk), dtype, is_slow=False)
+
+
+def assert_scans(config: MambaConfig, dtype: torch.dtype, is_slow: bool) -> None:
+    """Compare a step of ragged rows with the loop in float64."""
+    chunk = config.scan_chunk_size
     sizes, step = make_sizes(chunk), ragged(chunk)
-    config = replace(NANO3, scan_chunk_size=chunk)
     real = build("reference", sizes, step, all_logits=False)
     batch = build_padded(sizes, step, Padding(2, 3, 77))
-    tokens, layer = tokens_of(real.shape.tokens, dtype), parameters(is_slow)
-    states = states_of(sizes.num_slots, torch.float32, *STATE)
+    tokens = tokens_of(real.shape.tokens, dtype, config)
+    layer = parameters(is_slow, config)
+    shape = config.num_heads, config.head_dim, config.state_size
+    states = states_of(sizes.num_slots, torch.float32, *shape)
     truth = states.double()
     kernels, loop = load_kernels("optimized", "scan"), load("reference", "scan")
     y = run_scan(kernels, tokens, layer, config, states, batch)
