@@ -8,9 +8,9 @@
 # Parts: gpu (tests/gpu), card (a full card, alone), matrix (a pairwise cover of both
 # engines), spec (every layer on the GPU), mutants (faults that need a GPU), demo, speed
 # (both backends), kernels (each alone). Only where named: triples (many more rows of the
-# matrix); i/n, that shard of all rows; sanitizer (needs compute-sanitizer); packages
-# (kernels of mamba_ssm and causal_conv1d, looked for in build/packages); certificates;
-# ladder; claims.
+# matrix); i/n, that shard of all rows; bfloat16, all rows in it; sanitizer (needs
+# compute-sanitizer); packages (kernels of mamba_ssm and causal_conv1d, looked for in
+# build/packages); certificates; ladder; claims.
 #
 # What tests say goes to gpu_tests/PART.txt, so that parts may be run one at a time.
 set -uo pipefail
@@ -175,6 +175,10 @@ for shard in $(grep -oE 'triples|[0-9]+/[0-9]+' <<< "$parts"); do
     run python3 scripts/gpu_matrix.py "$shard" --commit "$commit" \
         --output "$out/gpu_matrix.json"
 done
+if named bfloat16; then
+    run python3 scripts/gpu_matrix.py 0/1 --select short_numbers --commit "$commit" \
+        --output "$out/gpu_matrix_bfloat16.json"
+fi
 if wanted speed; then
     run python3 -m benchmarks.backend_speed --device cuda --commit "$commit" \
         --output "$out/backend_speed_cuda.json"

@@ -7,7 +7,8 @@ run them; ``triples`` is a cover of all triples instead. Each is run by pytest i
 process for each core, and what it says is put beside the shards in the file, each with
 the commit that it is of, and the largest error of each class that was let pass, in
 roundoffs, with its row. Shards of another ``n`` are no parts of the same matrix: they
-are refused before anything runs.
+are refused before anything runs. Of ``--select`` the file tells, since a shard is then
+complete with the rows so named.
 """
 
 from __future__ import annotations
@@ -172,9 +173,10 @@ def run(
         if not report.exists():
             raise SystemExit(f"pytest ended with {status} and left no report")
         found = read(report) | {"largest": read_measured(measured)}
-    is_whole = is_complete and status in (0, 1) and not select
+    is_whole = is_complete and status in (0, 1)
     found["is_complete"] = is_whole and not found["rows"]["unfinished"]
-    return found | {"seconds": round(seconds, 1), "processes": jobs}
+    chosen = {"select": select} if select else {}
+    return chosen | found | {"seconds": round(seconds, 1), "processes": jobs}
 
 
 def main(arguments: list[str] | None = None) -> int:

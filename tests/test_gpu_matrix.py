@@ -115,7 +115,8 @@ def test_only_a_shard_of_which_every_row_ended_is_complete(
     found = gpu_matrix.run("0/2", "cpu", 1, 0, "")
     assert found["is_complete"] is is_complete
     assert found["rows"]["passed"] == 1
-    assert not gpu_matrix.run("0/2", "cpu", 1, 0, "moe")["is_complete"]
+    assert "select" not in found
+    assert gpu_matrix.run("0/2", "cpu", 1, 0, "moe")["select"] == "moe"
     process.report = ""
     with pytest.raises(SystemExit, match="left no report"):
         gpu_matrix.run("0/2", "cpu", 1, 0, "")
