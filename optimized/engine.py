@@ -61,7 +61,7 @@ class Engine(Lifecycle):
         Raises:
             ConfigError: Sizes that fit no tile.
         """
-        config, dtype = self.model_config, self.model.parameters.embedding.dtype
+        config = self.model_config
         chunk = self.sizes.scan_chunk_size
         mamba = config.mamba and replace(config.mamba, scan_chunk_size=chunk)
         parts = self.components.scan_prefill, self.components.attend_prefill
@@ -69,7 +69,7 @@ class Engine(Lifecycle):
             home = sys.modules.get(getattr(part, "__module__", ""))
             check = getattr(home, "check_fit", None)
             if shape and check:
-                check(shape, dtype)
+                check(shape, self.model.parameters.embedding.dtype)
 
     def _capture(self) -> Iterator[BatchShape]:
         """Capture every shape, and draw at each: nothing is left to compile later."""
