@@ -46,6 +46,7 @@ from benchmarks.serving import Load, add, choose_clock, free, serve
 from benchmarks.shapes import SHAPES
 from lockstep import EngineConfig, RandomWeights
 from lockstep.assemble import build_engine, settle_options
+from lockstep.cli import make_folder
 from lockstep.config import ModelConfig
 from lockstep.errors import ConfigError
 from lockstep.families import read_model_config
@@ -537,7 +538,7 @@ def main(
     """Measure all parts, and write them to one file as each is done."""
     try:
         where = find_device(device)
-        reports.make_folder(output)
+        make_folder(output)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     shape, shapes = shape or _own_shape(where), {**SHAPES, "tiny": TINY}

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.errors import ConfigError
+from lockstep.cli import make_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What the numbers of a ladder are.
@@ -111,19 +111,6 @@ def write(
         draw(found, path.with_suffix(".svg"))
     except ModuleNotFoundError as error:
         notes.print(f"no plot: {error}; pip install matplotlib")
-
-
-def make_folder(folder: Path | None) -> None:
-    """Make a folder for results before there are any, since they may take long.
-
-    Raises:
-        ConfigError: It cannot be made.
-    """
-    try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output {folder} is no folder: {error.strerror}") from None
 
 
 def write_json(

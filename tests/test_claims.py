@@ -195,7 +195,7 @@ def test_a_column_is_of_what_was_counted() -> None:
 def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     """A file is no folder."""
     (tmp_path / "file").touch()
-    with pytest.raises(claims.typer.BadParameter, match="no folder"):
+    with pytest.raises(claims.typer.BadParameter, match="cannot be a folder"):
         claims.main(device="cpu", only=["tiles"], output=tmp_path / "file")
 
 
