@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, fields
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -493,7 +494,7 @@ def ladder(
     not timed. A GPU gets a larger model and more tokens unless told otherwise.
     """
     root = find_checkout("the ladder")
-    if root != ROOT:
+    if root != ROOT or not find_spec("benchmarks"):
         # Its benchmarks are of its own package.
         raise typer.Exit(run_python(root, "-m", "lockstep", *sys.argv[1:]))
     make_folder(output)

@@ -87,13 +87,11 @@ note() {
 # Warnings name places on this machine.
 export PYTEST_ADDOPTS=--disable-warnings
 
-# Run tests in so many processes, or as many as cores and memory of the GPU allow.
-tests() {
-    local most
-    most=$(python3 - "$1" <<'PY'
+# So many processes, or as many as cores and memory of the GPU allow.
+processes() {
+    python3 - "$1" <<'PY'
 import os
 import sys
-from importlib.util import find_spec
 
 import torch
 
@@ -102,12 +100,18 @@ GIB_EACH = 11
 
 memory = torch.cuda.get_device_properties(0).total_memory >> 30
 count = min(int(sys.argv[1]), len(os.sched_getaffinity(0)), memory // GIB_EACH)
-print(f"-n {count}" if count > 1 and find_spec("xdist") else "")
+print(max(1, count))
 PY
-    )
-    # Two words, or none.
-    # shellcheck disable=SC2086
-    python3 -m pytest -q $most "${@:2}"
+}
+
+# Run tests in so many processes at most.
+tests() {
+    local count spread=()
+    count=$(processes "$1")
+    if [ "$count" -gt 1 ] && python3 -c "import xdist" 2> /dev/null; then
+        spread=(-n "$count")
+    fi
+    python3 -m pytest -q "${spread[@]}" "${@:2}"
 }
 
 if wanted gpu; then
@@ -147,7 +151,7 @@ if wanted spec; then
 fi
 if wanted mutants; then
     COLUMNS=150 LOCKSTEP_MEASURED='' note mutants python3 scripts/mutants.py --gpu \
-        --jobs 5
+        --jobs "$(processes 5)"
 fi
 if wanted demo; then
     COLUMNS=80 note demo python3 -m lockstep demo --device cuda

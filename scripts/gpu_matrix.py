@@ -46,24 +46,27 @@ LAST_WORDS = 40
 MOST_NAMES = 200
 
 
-def check(found: dict[str, Any], shard: str) -> None:
+def check(found: dict[str, Any], shard: str, select: str = "") -> None:
     """Refuse a shard that is none, or that does not go with those already found."""
     if shard == "triples":
         return
     match = re.fullmatch(r"(\d+)/(\d+)", shard)
     if not match or int(match[1]) >= int(match[2]):
         raise SystemExit(f'{shard!r} is neither i/n, with i from 0, nor "triples"')
-    others = {name.partition("/")[2] for name in found.get("shards", {})} - {match[2]}
+    known = found.get("shards", {})
+    others = {name.partition("/")[2] for name in known} - {match[2]}
     if others:
         raise SystemExit(
             f"the file has shards of {', '.join(sorted(others))}, so {shard} is no "
             "part of the same matrix; use another file"
         )
+    if any(each.get("select", "") != select for each in known.values()):
+        raise SystemExit("the file has other rows of its shards; use another file")
 
 
 def merge(found: dict[str, Any], shard: str, result: dict[str, Any]) -> dict[str, Any]:
     """Put a result beside those already found, in place of an older one of its own."""
-    check(found, shard)
+    check(found, shard, result.get("select", ""))
     merged = {"shards": {}, **found}
     if shard == "triples":
         return merged | {"triples": result}
@@ -194,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, Any] = {}
     if given.output.exists():
         found = json.loads(given.output.read_text())
-    check(found, given.shard)
+    check(found, given.shard, given.select)
     about = {"commit": commit_of(given.commit), **describe(given.device)}
     result = run(given.shard, given.device, given.jobs, given.limit, given.select)
     merged = merge(found, given.shard, about | result)

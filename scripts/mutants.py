@@ -53,8 +53,11 @@ PRELOADED = [
 ]
 #: Seconds that one test may take.
 TIMEOUT = 180.0
-#: Errors of a mutant that is no program rather than a wrong one.
-NO_PROGRAM = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
+#: Errors of a mutant that is no program rather than a wrong one, or that had no room.
+NO_PROGRAM = (
+    *("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"),
+    *("torch.OutOfMemoryError", "MemoryError"),
+)
 
 
 class Outcome(StrEnum):

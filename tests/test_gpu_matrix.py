@@ -54,6 +54,18 @@ def test_what_is_no_shard_of_it_is_refused(shard: str) -> None:
         gpu_matrix.check({"shards": {"0/2": {}}}, shard)
 
 
+def test_rows_chosen_by_name_replace_no_whole_shard(tmp_path: Path) -> None:
+    """Nor the other way round: each kind has a file of its own."""
+    output = tmp_path / "matrix.json"
+    chosen = {"shards": {"0/2": {"select": "moe"}}}
+    output.write_text(json.dumps(chosen))
+    with pytest.raises(SystemExit, match="other rows of its shards"):
+        gpu_matrix.main(["1/2", "--device", "cpu", "--output", str(output)])
+    with pytest.raises(SystemExit, match="other rows of its shards"):
+        gpu_matrix.merge({"shards": {"0/2": {}}}, "0/2", {"select": "moe"})
+    gpu_matrix.check(chosen, "1/2", "moe")
+
+
 class Pytest:
     """Stands in for a process that writes a report, or is still busy with its rows."""
 

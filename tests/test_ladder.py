@@ -343,6 +343,15 @@ def test_a_package_alone_hands_over_to_the_checkout_it_is_called_in(
     assert (row["rung"], row["status"]) == ("batched products", "equal")
 
 
+def test_a_checkout_out_of_sight_is_gone_to(
+    climb: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the package is its own, but nothing beside it can be imported."""
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli, "run_python", lambda root, *given: 77 * (root == ROOT))
+    assert climb() == 77
+
+
 def test_a_rung_named_twice_is_climbed_once(climb: Main, tmp_path: Path) -> None:
     """There is nothing to be told apart."""
     assert climb("--only", "loops", "--only", "loops") == 0

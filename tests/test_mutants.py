@@ -73,6 +73,7 @@ CASES = {
         "broken",
     ),
     "no such name": (replace(KILLED, new="y + y"), Outcome.BROKEN),
+    "no room": (replace(KILLED, new="[0] * 2**60"), Outcome.BROKEN),
     "fails in a fixture": (
         replace(KILLED, new="x + x + 1", tests=UNPREPARED),
         Outcome.BROKEN,
