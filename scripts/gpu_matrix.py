@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from lockstep.verify.certificate import find_commit  # noqa: E402
 from tests.tolerances import read_measured  # noqa: E402
 
 OUTPUT = ROOT / "benchmarks/results/gpu_matrix.json"
@@ -128,15 +129,6 @@ def describe(device: str) -> dict[str, str]:
     }
 
 
-def commit_of(given: str | None) -> str:
-    """Find out which commit this is, where nobody said."""
-    if given:
-        return given
-    command = ["git", "rev-parse", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
 def run(
     shard: str, device: str, jobs: int, limit: float, select: str
 ) -> dict[str, Any]:
@@ -198,7 +190,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given.output.exists():
         found = json.loads(given.output.read_text())
     check(found, given.shard, given.select)
-    about = {"commit": commit_of(given.commit), **describe(given.device)}
+    commit = given.commit or find_commit() or "unknown"
+    about = {"commit": commit, **describe(given.device)}
     result = run(given.shard, given.device, given.jobs, given.limit, given.select)
     merged = merge(found, given.shard, about | result)
     given.output.parent.mkdir(parents=True, exist_ok=True)
