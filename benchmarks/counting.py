@@ -97,9 +97,8 @@ class Watch(TorchDispatchMode):
         name = _read_by(func, args, kwargs)
         if name:
             self.report(name)
-        name = self.report_copy and _copied_by(func, args, kwargs)
-        if name and self.report_copy:
-            self.report_copy(name)
+        if self.report_copy and (copied := _copied_by(func, args, kwargs)):
+            self.report_copy(copied)
         return func(*args, **kwargs)
 
 
