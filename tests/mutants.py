@@ -2297,4 +2297,13 @@ other_choice = TOP_K - 1 - choice
         ),
         source="made up for this list",
     ),
+    Mutant(
+        id="M147",
+        name="the host waits for each graph to end",
+        file="optimized/graphs.py",
+        old="self._graphs[extents].replay()",
+        new="self._graphs[extents].replay()\n        torch.cuda.synchronize()",
+        tests=("tests/test_host_reads.py::test_every_wait_by_name_is_known",),
+        source="made up for this list",
+    ),
 )

@@ -252,7 +252,7 @@ def _unread(graphs: str = GRAPHS, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("graphs", "mode"), [(GRAPHS, MODE), ("off", "eager")])
-def test_a_slice_waits_for_nothing(graphs: str, mode: str) -> None:
+def test_a_slice_reads_nothing(graphs: str, mode: str) -> None:
     """Slices of a prompt, of which nothing is read, leave the host free to go on."""
     engine = _unread(graphs, max_tokens_per_step=16)
     ask(engine, text(16, seed=1))
