@@ -46,7 +46,7 @@ def play(engine: Any, seed: int = 0) -> Run:
 
 
 def spoil_before_steps(engine: Any) -> None:
-    """Fill with NaN what no row may read: the last step's logits, and the dummies."""
+    """Fill what no row may read: the last step's logits and arrays, and the dummies."""
     step, sizes = engine.step, engine.sizes
 
     def spoil_and_step() -> StepRecord:
@@ -54,6 +54,7 @@ def spoil_before_steps(engine: Any) -> None:
         # The logits were made in this mode.
         with torch.inference_mode():
             engine.graphs._logits.fill_(math.nan)
+            engine.metadata._buffer._device.fill_(0xFF)
             kv[:, :, sizes.dummy_block] = math.nan
             for pool in states:
                 pool[:, sizes.dummy_slot] = math.nan
@@ -107,7 +108,7 @@ def test_a_replay_equals_the_eager_step(
     """Bit for bit at the same padded shape, again and again, large and small.
 
     Rows are in the first and in the last slot; what padding reads, and what the last
-    step left of its logits, is NaN.
+    step left of its logits and index arrays, is spoiled.
     """
     config = replace(model_config(name), dtype=dtype)
     runs = [Run(), Run()]
