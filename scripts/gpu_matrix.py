@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cores)
-    parser.add_argument("--limit", type=float, default=540, help="seconds")
+    parser.add_argument("--limit", type=float, default=480, help="seconds")
     parser.add_argument("--select", default="", help="rows by name, as pytest's -k")
     given = parser.parse_args(arguments)
     found: dict[str, Any] = {}
