@@ -56,6 +56,15 @@ def test_links_lead_somewhere(page: str) -> None:
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 
+def test_ties_are_as_many_as_were_counted() -> None:
+    """In bfloat16, in the whole matrix, of which every row passed."""
+    results = json.loads((RESULTS / "gpu_matrix_bfloat16.json").read_text())
+    (shard,) = results["shards"].values()
+    assert shard["is_complete"] and shard["rows"]["passed"] == shard["rows"]["run"]
+    ties, tokens = (shard[key]["bfloat16"] for key in ("ties", "tokens"))
+    assert f"({ties:,} of {tokens:,} in the matrix" in read("docs/correctness.md")
+
+
 def test_every_rung_is_told_of_in_order() -> None:
     """In as many words as can be read at once."""
     text = read("docs/ladder.md")
