@@ -62,6 +62,17 @@ def test_the_commands_run() -> None:
             ]
 
 
+def fastest(row: dict[str, float]) -> str:
+    """Name the fastest peer of those that gave out all of a workload's tokens."""
+    whole = row.get("transformers_out_tokens") == row["out_tokens"]
+    names = ["vllm", "sglang", *(["transformers"] if whole else [])]
+    found = re.compile(rf"({'|'.join(names)})_[\d.]+_s")
+    seconds = {m[1]: s for key, s in row.items() if (m := found.fullmatch(key))}
+    name = min(seconds, key=lambda each: seconds[each])
+    shown = {"vllm": "vLLM", "sglang": "SGLang", "transformers": "`transformers`"}
+    return f"{shown[name]} {seconds[name]:.4f}"
+
+
 def test_speeds_are_those_measured() -> None:
     """Every row of the table, and none besides."""
     ours, peers = (
@@ -70,7 +81,7 @@ def test_speeds_are_those_measured() -> None:
     )
     expected = [
         f"| {shape} | {name} | {cell['median_s']:.4f} | {cell['share_of_floor']:.0%} | "
-        f"{peers['rows'][shape][name]['best_peer_s']:.4f} |"
+        f"{fastest(peers['rows'][shape][name])} |"
         for shape, cells in ours["rows"].items()
         for name, cell in cells.items()
     ]
