@@ -102,7 +102,7 @@ ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or demo.")
 ]
 Where = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Width = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Width = Annotated[str, typer.Option(help="auto, float16/32/64 or bfloat16.")]
 Side = Annotated[str, typer.Option(help="reference or optimized.")]
 Named = Annotated[
     list[str] | None,
@@ -405,7 +405,7 @@ def verify(
     device: Where = "cpu",
     component: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=BACKEND", help="Whose a part is; repeatable."),
+        typer.Option(metavar="KEY=WHOSE", help="Whose a part is, or module:name."),
     ] = None,
     free_running: Annotated[
         bool, typer.Option("--free-running", help="Let errors add up.")
@@ -428,12 +428,15 @@ def verify(
     which only a checkout has, is put into a copy. With --against transformers, every
     way to compute a checkpoint is held to that library's own model code.
     """
-    parts = read_pairs("--component", "KEY=BACKEND", component)
+    parts = read_pairs("--component", "KEY=WHOSE", component)
     if parts and (here := str(Path.cwd())) not in sys.path:
         # As with ``python -m``.
         sys.path.insert(0, here)
-    others = free_running or truth or mutant or option or backend != "optimized"
-    if asks_for_certificate(against, bool(others), bool(dtype or output or commit)):
+    others = free_running or truth or option or backend != "optimized"
+    if mutant and (others or parts or (model, device) != ("demo", "cpu")):
+        raise ConfigError("--mutant goes by itself: it brings its own scene")
+    others = bool(others or mutant)
+    if asks_for_certificate(against, others, bool(dtype or output or commit)):
         given = device, dtype or "float32", output, commit
         raise typer.Exit(certify(model, parts, *given))
     if mutant is not None:
@@ -451,8 +454,7 @@ def verify(
         **read_options(option),
     )
     show(verdict, console)
-    if not verdict.equal:
-        raise typer.Exit(ENGINE_ERROR)
+    raise typer.Exit(0 if verdict.equal else ENGINE_ERROR)
 
 
 def asks_for_certificate(against: str | None, has_others: bool, has_own: bool) -> bool:
@@ -464,10 +466,7 @@ def asks_for_certificate(against: str | None, has_others: bool, has_own: bool) -
         has_own: Whether there are options that only a certificate has.
     """
     if against is None and has_own:
-        raise ConfigError(
-            "--dtype, --output and --commit are of a certificate; add "
-            "--against transformers"
-        )
+        raise ConfigError("--dtype, --output and --commit want --against transformers")
     if against is not None and (against != "transformers" or has_others):
         raise ConfigError(
             "--against takes transformers, and besides it MODEL, --device, "

@@ -66,6 +66,7 @@ UNSEEN = {
     "M126": "rows come in parts where they have more logits than small models give",
     "M127": "a second read gives the same; only their count tells",
     "M138": "none decodes more requests than its steps have tokens, unless imported",
+    "M147": "nothing differs but the time, and no engine on a CPU replays a graph",
     "M137": "an engine replaces both lists at once, and the other's change is noticed",
     **dict.fromkeys(
         ("M105", "M106", "M107"),
@@ -109,9 +110,10 @@ def find(root: Path, name: str) -> Mutant:
     """
     mutants = {mutant.id: mutant for mutant in load(root)}
     if name not in mutants:
-        raise SystemExit(
-            f"error: no mutant is named {name!r}; known are {', '.join(mutants)}"
-        )
+        known = ", ".join(mutants)
+        print(f"error: no mutant is named {name!r}; known are {known}", file=sys.stderr)
+        # One means that a fault was found.
+        raise SystemExit(2)
     return mutants[name]
 
 

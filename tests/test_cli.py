@@ -301,7 +301,7 @@ ERRORS = {
     "generate demo Hello --option fast=1": "unknown option 'fast'; known are",
     "generate demo Hello --option fast": "--option is 'fast'; it must be NAME=VALUE",
     "verify --component scan.scan_decode": "--component is 'scan.scan_decode'; it must "
-    "be KEY=BACKEND",
+    "be KEY=WHOSE",
     "verify --component scan.scan_decode=:": "scan.scan_decode=':': ValueError: Empty",
     "verify --component scan.scan_decode=no.such:f": "scan.scan_decode='no.such:f': "
     "ModuleNotFoundError: No module named 'no'; it must be reference, optimized or",

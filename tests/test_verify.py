@@ -521,8 +521,24 @@ def test_one_fault_from_the_command_line() -> None:
     assert "prefill leaves the window after the activation" in shown
     assert "to blame: conv1d.conv_prefill" in shown
     status, shown = python("-m", "lockstep", "verify", "--mutant", "M0")
-    assert status == 1
+    assert status == 2
     assert "no mutant is named 'M0'" in shown
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "nosuch",
+        "--truth",
+        "--device cuda",
+        "--component a.b=c:d",
+        "--backend reference",
+    ],
+)
+def test_a_known_fault_goes_by_itself(given: str) -> None:
+    """No option is passed over in silence."""
+    with pytest.raises(ConfigError, match="--mutant goes by itself"):
+        cli.app(["verify", *given.split(), "--mutant", "M2"], standalone_mode=False)
 
 
 def test_the_example_finds_its_fault() -> None:
