@@ -146,6 +146,11 @@ def main(
     ] = None,
 ) -> None:
     """Measure cells, one shape after the other, and write them to one file."""
+    if unknown := {*(shape or ()), *(workload or ())} - {*SHAPES, *WORKLOADS}:
+        known = ", ".join((*SHAPES, *WORKLOADS))
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))} is none of {known}")
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("these shapes need a GPU, and torch finds none")
     found: dict[str, Any] = {"rows": {}, "startup_s": {}}
     if output is not None and output.exists():
         found = json.loads(output.read_text(encoding="utf-8"))

@@ -8,7 +8,10 @@ from array import array
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 
+from benchmarks import run
 from benchmarks.claims import TINY
 from benchmarks.rooflines import floor_seconds
 from benchmarks.shapes import SHAPES
@@ -48,6 +51,22 @@ def test_workloads_are_the_agreed_tokens() -> None:
         for prompt in workload.prompts:
             digest.update(array("q", prompt).tobytes())
     assert digest.hexdigest() == WORKLOADS_SHA256
+
+
+@pytest.mark.parametrize("given", [{"shape": ["nano4"]}, {"workload": ["ttft"]}])
+def test_cells_that_are_not_there_are_named(given: dict[str, list[str]]) -> None:
+    """Before any model is built."""
+    with pytest.raises(
+        typer.BadParameter, match="is none of nano3, dense4b, decode_b1"
+    ):
+        run.main(**given)
+
+
+def test_cells_want_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of 63 GB are not drawn on a CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(typer.BadParameter, match="need a GPU, and torch finds none"):
+        run.main()
 
 
 def test_a_small_model_of_a_published_pattern_runs() -> None:
