@@ -33,7 +33,7 @@ test: setup  ## set up, then run every test that needs no GPU
 test-gpu:  ## run the GPU tests and mutants with the python3 found; installs nothing
 	scripts/gpu_check.sh build/gpu "" gpu card packages mutants
 
-fuzz: setup  ## run the property tests for long
+fuzz: setup  ## run the property tests for a long time
 	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest -n $(JOBS) -m "hypothesis and not gpu"
 
 mutants: setup  ## apply each known fault and see its test fail

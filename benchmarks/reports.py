@@ -214,10 +214,11 @@ def claims_table(
     rows = [row for row in found["parts"][part] if key in row]
     works = list(dict.fromkeys(row["work"] for row in rows))
     by_place = {(row["form"], row["work"]): row for row in rows}
-    unit, factor = key, 1
+    unit, factor, of = key, 1, "for tokens"
     if key in ("ms", "decode_ms"):
         is_short = max(row[key] for row in rows) < 2
         unit, factor = ("µs", 1000) if is_short else ("ms", 1)
+        of = "a step after tokens" if key == "decode_ms" else of
     more = tuple(name for name in more if rows[0].get(name) is not None)
     names = [name.replace("_", " ") for name in more]
     lines: list[list[str]] = []
@@ -227,7 +228,7 @@ def claims_table(
         is_whole = all(isinstance(number, int) for number in numbers)
         told = [f"{n:,.0f}" if n >= 100 or is_whole else f"{n:#.3g}" for n in numbers]
         lines.append([form, *told, *(f"{mine[0][name]:.3g}" for name in more)])
-    return _markdown([f"{unit} for tokens", *works, *names], lines)
+    return _markdown([f"{unit} {of}", *works, *names], lines)
 
 
 def origins_table(

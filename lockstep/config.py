@@ -352,8 +352,9 @@ class EngineConfig:
         debug: Checks after every step: ``integrity`` of the bookkeeping, ``poison`` in
             freed memory, ``checksums`` of shared blocks and snapshots.
         graphs: Which steps the optimized backend runs at padded shapes from fixed
-            buffers: none (``off``), all but eagerly (``padded``), as CUDA graphs those
-            that only decode (``decode``) or ``all``; the last on a GPU unless set.
+            buffers: none (``off``), all of them eagerly (``padded``), as CUDA graphs
+            those that only decode (``decode``) or ``all``; the last on a GPU unless
+            set.
         kernels: Kernel set of the optimized backend: ``torch``, ``triton``,
             ``mamba-ssm``, which is Triton with the Mamba layers of the packages
             ``mamba_ssm`` and ``causal_conv1d`` and graphs of decode steps alone, or
