@@ -119,7 +119,7 @@ def build_components(
         side_stream: Whether the optimized backend uses a side stream.
 
     Raises:
-        ConfigError: An unknown backend or component.
+        ConfigError: An unknown backend or component, or one that is none.
     """
     known = component_keys()
     own = {**KERNELS[kernels], **(SIDE_STREAM if side_stream else {})}
@@ -129,6 +129,9 @@ def build_components(
     if unknown:
         raise ConfigError(f"unknown components {unknown}; known are {', '.join(known)}")
     chosen = {key: _resolve(key, choice) for key, choice in choices.items()}
+    for key, value in chosen.items():
+        if not callable(value):
+            raise ConfigError(f"{key}={value!r} is neither a function nor a class")
     return Components(**{key.split(".")[1]: value for key, value in chosen.items()})
 
 

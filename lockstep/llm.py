@@ -313,6 +313,9 @@ class LLM:
 
 def _as_list(prompts: Any) -> list[Prompt]:
     """Tell one prompt from several."""
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        kind = type(prompts).__name__
+        raise RequestError(f"prompts are text or lists, one or many, not {kind}")
     is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
     return [prompts] if is_one or _is_conversation(prompts) else list(prompts)
 

@@ -349,7 +349,19 @@ BAD_OPTIONS = {
         ConfigError,
         "unknown components",
     ),
+    "no component": (
+        lambda: random_model(components={"scan.scan_prefill": 5}),
+        ConfigError,
+        "scan.scan_prefill=5 is neither a function nor a class",
+    ),
 }
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, b"text", iter(["text"])])
+def test_what_is_no_prompt_at_all(prompts: Any) -> None:
+    """It is named for what it is."""
+    with pytest.raises(RequestError, match=f"not {type(prompts).__name__}"):
+        random_model().generate(prompts)
 
 
 @pytest.mark.parametrize("name", BAD_OPTIONS)
