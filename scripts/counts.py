@@ -144,9 +144,9 @@ def is_anything(path: Path) -> bool:
 GROUPS = (
     Group("reference: core", "reference", lambda path: path.stem in CORE, 1500),
     Group("reference: all", "reference", is_anything, 2500, 10, 50, 40),
-    Group("lockstep: tools", "lockstep", is_tool, 2080, 10, 50),
-    Group("lockstep: front", "lockstep", is_front, 1100, 10, 50),
-    Group("lockstep: shared", "lockstep", is_shared, 1500, 10, 50),
+    Group("lockstep: tools", "lockstep", is_tool, 2095, 10, 50),
+    Group("lockstep: front", "lockstep", is_front, 1160, 10, 50),
+    Group("lockstep: shared", "lockstep", is_shared, 1540, 10, 50),
     Group(
         "optimized: torch", "optimized", lambda path: not is_kernel(path), 3500, 10, 50
     ),
