@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import copy
 import secrets
+import signal
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -43,6 +47,32 @@ from lockstep.trace import EngineState, StepRecord
 
 #: Finished requests whose tokens are remembered, to explain a later miss.
 REMEMBERED_REQUESTS = 64
+
+
+@contextmanager
+def _interrupts_held() -> Generator[None]:
+    """Let an interrupt from the keyboard wait for the end of a step.
+
+    Between any two lines of the bookkeeping it would leave half of something behind. A
+    second one does not wait, and nothing but Python's own handler is replaced.
+    """
+    usual, held = signal.default_int_handler, list[int]()
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, usual)
+        held.append(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if held:
+        raise KeyboardInterrupt
 
 
 class Lifecycle:
@@ -90,14 +120,15 @@ class Lifecycle:
         )
         self.arrivals = 0
         self.is_stepping = False
+        self._unclaimed: list[RequestOutput] = []
         self.history: deque[RequestOutput] = deque(maxlen=REMEMBERED_REQUESTS)
         self._start()
         self._poison()
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return self.scheduler.has_work
+        """Whether any request is unfinished, or its output not yet in a record."""
+        return self.scheduler.has_work or bool(self._unclaimed)
 
     def check(
         self,
@@ -222,6 +253,9 @@ class Lifecycle:
     ) -> StepRecord:
         """Run one step.
 
+        An interrupt from the keyboard waits for its end. What had finished in a step
+        that raised is in the record of the next.
+
         Args:
             plan: A recorded plan to carry out instead of making one.
             tokens: Tokens to use instead of those drawn, by request.
@@ -235,10 +269,23 @@ class Lifecycle:
             Exception: What planning failed with, if no request is to blame for it.
         """
         record = StepRecord(step=self.scheduler.step + 1)
-        before = self._checksums()
-        self.is_stepping = True
         try:
-            self._run(plan, tokens or {}, record)
+            with _interrupts_held():
+                record.finished, self._unclaimed = self._unclaimed, []
+                self._step(plan, tokens or {}, record)
+        except BaseException:
+            self._unclaimed = record.finished
+            raise
+        return record
+
+    def _step(
+        self, plan: StepPlan | None, tokens: Mapping[str, int], record: StepRecord
+    ) -> None:
+        """Run the phases, deal with what they raise, and check what is left."""
+        before = self._checksums()
+        try:
+            self.is_stepping = True
+            self._run(plan, tokens, record)
         except BaseException as error:
             if not self._recover(error, record):
                 raise
@@ -246,7 +293,6 @@ class Lifecycle:
             self.is_stepping = False
         self._finish_aborted(record)
         self._check_after_step(before)
-        return record
 
     def drain(self) -> list[RequestOutput]:
         """Run steps until every request is done."""
@@ -260,7 +306,13 @@ class Lifecycle:
 
         Args:
             keep_cache: Whether blocks and snapshots stay for later requests.
+
+        Raises:
+            RequestError: A step is running.
         """
+        if self.is_stepping:
+            raise RequestError("a step is running; reset the engine when it has ended")
+        self._unclaimed = []
         for request_id in self._request_ids():
             self.abort(request_id)
         if not keep_cache:

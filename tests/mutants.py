@@ -930,10 +930,10 @@ chosen = noisy.where(is_random, values).flip(1).argmax(1)
         file="lockstep/lifecycle.py",
         old="""\
         if self.is_stepping:
-""",
+            request.abort""",
         new="""\
         if self.is_stepping and not self.scheduler.running:
-""",
+            request.abort""",
         tests=(
             "tests/scenarios/test_faults.py::"
             "test_an_abort_during_a_step_waits_for_its_end[reference-update]",
@@ -2304,6 +2304,30 @@ other_choice = TOP_K - 1 - choice
         old="self._graphs[extents].replay()",
         new="self._graphs[extents].replay()\n        torch.cuda.synchronize()",
         tests=("tests/test_host_reads.py::test_every_wait_by_name_is_known",),
+        source="made up for this list",
+    ),
+    Mutant(
+        id="M148",
+        name="an interrupt comes in the midst of a step",
+        file="lockstep/lifecycle.py",
+        old="held.append(number)",
+        new="raise KeyboardInterrupt",
+        tests=(
+            "tests/scenarios/test_faults.py::"
+            "test_an_interrupt_waits_for_the_end_of_a_step[reference]",
+        ),
+        source="made up for this list",
+    ),
+    Mutant(
+        id="M149",
+        name="outputs of a step that raises are lost",
+        file="lockstep/lifecycle.py",
+        old="self._unclaimed = record.finished",
+        new="self._unclaimed = []",
+        tests=(
+            "tests/scenarios/test_faults.py::"
+            "test_what_had_finished_when_a_step_failed_is_not_lost[optimized]",
+        ),
         source="made up for this list",
     ),
 )

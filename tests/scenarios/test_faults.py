@@ -6,7 +6,9 @@ its prompt or by its seed, whatever the phase has at hand.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,6 +92,11 @@ def boom() -> None:
 def interrupt() -> None:
     """Be interrupted by the user."""
     raise KeyboardInterrupt
+
+
+def interrupt_of(_: Any) -> None:
+    """Be interrupted, whatever is given."""
+    interrupt()
 
 
 def parts_for(side: str, phase: str, trigger: Trigger) -> dict[str, Any]:
@@ -367,6 +374,74 @@ def test_an_interrupted_generate_leaves_nothing_behind(side: str) -> None:
         assert (
             output.token_ids == lone(MODEL, output.prompt_token_ids, SIX)[0].token_ids
         )
+
+
+def test_an_interrupt_waits_for_the_end_of_a_step(side: str) -> None:
+    """Nothing is half done; what finished in that step comes with the next record."""
+    trigger = Trigger(partial(signal.raise_signal, signal.SIGINT), keyed=False, times=1)
+    engine = make_engine(MODEL, side, components=parts_for(side, "forward", trigger))
+    engine.add(text(20), greedy(1), "short")
+    engine.add(text(20, 1), greedy(3), "long")
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert trigger.fired and signal.getsignal(signal.SIGINT) is before
+    engine.check_integrity()
+    assert engine.scheduler.find("long").num_generated == 1
+    record = engine.step()
+    assert [output.request_id for output in record.finished] == ["short"]
+    assert [len(o.token_ids) for o in (*record.finished, *engine.drain())] == [1, 3]
+    assert_nothing_held(engine)
+
+
+def test_a_second_interrupt_does_not_wait(side: str) -> None:
+    """A step may take long."""
+    ended: list[str] = []
+
+    def twice() -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        ended.append("the second waited, too")
+
+    trigger = Trigger(twice, keyed=False, times=1)
+    engine = make_engine(MODEL, side, components=parts_for(side, "forward", trigger))
+    engine.add(text(20), greedy(2), "a")
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert not ended and engine.has_work
+    assert len(engine.drain()) == 1
+
+
+def test_what_had_finished_when_a_step_failed_is_not_lost(side: str) -> None:
+    """Even if it was the last; a stream gets its output, too."""
+    engine = make_engine(MODEL, side)
+    engine.add(text(20), greedy(1), "a")
+    finish, engine._finish_aborted = engine._finish_aborted, interrupt_of
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine._finish_aborted = finish
+    assert engine.has_work and not engine.scheduler.has_work
+    assert [output.request_id for output in engine.drain()] == ["a"]
+    assert not engine.has_work
+
+
+def test_a_reset_waits_for_no_step(side: str) -> None:
+    """In the midst of one it is refused, and nothing is harmed."""
+    engine = make_engine(MODEL, side)
+    refused: list[str] = []
+    forward = engine._forward
+
+    def reset_then_forward(*given: Any) -> Any:
+        with pytest.raises(RequestError, match="a step is running") as error:
+            engine.reset()
+        refused.append(str(error.value))
+        return forward(*given)
+
+    engine._forward = reset_then_forward
+    engine.add(text(20), greedy(2), "a")
+    assert len(engine.drain()) == 1 and len(refused) == 2
+    engine.reset()
+    engine.check_integrity()
 
 
 # Aborts.
