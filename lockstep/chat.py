@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import RequestError
 from lockstep.request import FinishReason, RequestOutput, SamplingParams
 from lockstep.stream import StreamDelta
 
@@ -68,7 +69,8 @@ class Chat:
     ) -> Generator[StreamDelta, None, None]:
         """Say something and give the reply as it comes.
 
-        A turn that is broken off, or fails, is no part of the conversation.
+        A turn that is broken off, or fails, is no part of the conversation; nor is one
+        during which another ended, or the conversation was reset.
 
         Args:
             message: The user's words, or a message with ``role`` and ``content``.
@@ -77,27 +79,29 @@ class Chat:
         Raises:
             RequestError: No chat template, or a conversation that is too long.
         """
+        given: Any = message
         if isinstance(message, str):
             message = {"role": "user", "content": message}
-        messages = [*self.messages, message]
-        prompt = self._prompt(messages)
+        elif not isinstance(given, Mapping):
+            raise RequestError(f"a message is text or a mapping, not {given!r}")
+        prompt = self._prompt([*self.messages, message])
         deltas = self.llm.stream(prompt, sampling_params or self.sampling_params)
-        return self._follow(messages, deltas)
+        return self._follow(self.messages, message, deltas)
 
     def _follow(
         self,
-        messages: list[Mapping[str, str]],
+        before: list[Mapping[str, str]],
+        message: Mapping[str, str],
         deltas: Generator[StreamDelta, None, None],
     ) -> Generator[StreamDelta, None, None]:
         """Pass a reply on, and add the turn to the conversation when it is whole."""
+        whole = FinishReason.STOP, FinishReason.LENGTH
         with closing(deltas):
             for delta in deltas:
-                if delta.output and delta.output.finish_reason in (
-                    FinishReason.STOP,
-                    FinishReason.LENGTH,
-                ):
+                is_whole = delta.output and delta.output.finish_reason in whole
+                if delta.output and is_whole and self.messages is before:
                     reply = {"role": "assistant", "content": delta.output.text}
-                    self.messages = [*messages, reply]
+                    self.messages = [*before, message, reply]
                     self.token_ids = self._spoken(delta.output)
                 yield delta
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -58,7 +60,8 @@ class LLM:
     Attributes:
         model_config: The model.
         sizes: Every size of the engine, settled.
-        engine: The engine; `generate` drives it, and so may you.
+        engine: The engine; `generate` drives it, and so may you, while neither that nor
+            a stream is under way. Threads may call all else side by side.
 
     Raises:
         CheckpointError: A folder that is missing, damaged or does not fit its config.
@@ -89,6 +92,9 @@ class LLM:
         self.device = find_device(device)
         self.dtype = find_dtype(dtype, model, self.device)
         where = self.dtype, self.device
+        if self.device.type == "cuda":
+            # An engine that nobody has any more may hold the card's memory until then.
+            gc.collect()
         engine_config = settle_options(engine_config, backend, self.device)
         self.sizes = plan_memory(model, engine_config, self.device, self.dtype)
         if verbose:
@@ -104,6 +110,8 @@ class LLM:
         parts = model, engine_config, self.sizes, parameters, self.device
         self.engine: Any = build_engine(*parts, backend, components)
         self._replies: dict[str, Reply] = {}
+        # Threads take turns at the engine; each step serves the requests of all.
+        self._lock = threading.RLock()
 
     @classmethod
     def from_config(
@@ -205,7 +213,8 @@ class LLM:
         Returns:
             What it gave so far, if it was in flight.
         """
-        return self._end(request_id, FinishReason.ABORT)
+        with self._lock:
+            return self._end(request_id, FinishReason.ABORT)
 
     def _check(
         self, prompts: Sequence[Prompt], sampling: Sampling
@@ -213,6 +222,9 @@ class LLM:
         """Turn prompts into token ids and let the engine judge each."""
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
+        given: Any = sampling
+        if bad := [each for each in given if not isinstance(each, SamplingParams)]:
+            raise RequestError(f"sampling parameters are SamplingParams, not {bad[0]}")
         if len(sampling) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts came with {len(sampling)} sampling parameters"
@@ -251,22 +263,26 @@ class LLM:
         mine: list[Reply] = []
         try:
             for index, (token_ids, params) in enumerate(checked):
-                name = self.engine.add(token_ids, params)
-                reply = Reply(index, name, params.stop, self._tokenizer)
-                self._replies[name] = reply
-                mine.append(reply)
+                with self._lock:
+                    name = self.engine.add(token_ids, params)
+                    reply = Reply(index, name, params.stop, self._tokenizer)
+                    self._replies[name] = reply
+                    mine.append(reply)
             waiting = mine
             while waiting:
-                if not any(reply.deltas for reply in waiting):
-                    self._step()
-                for reply in waiting:
-                    while reply.deltas:
-                        yield reply.deltas.popleft()
-                waiting = [each for each in waiting if each.deltas or not each.output]
+                with self._lock:
+                    if not any(reply.deltas for reply in waiting):
+                        self._step()
+                    ready = [delta for reply in waiting for delta in reply.deltas]
+                    for reply in waiting:
+                        reply.deltas.clear()
+                    waiting = [each for each in waiting if not each.output]
+                yield from ready
         finally:
-            for reply in mine:
-                self.abort(reply.request_id)
-                self._replies.pop(reply.request_id, None)
+            with self._lock:
+                for reply in mine:
+                    self.abort(reply.request_id)
+                    self._replies.pop(reply.request_id, None)
 
     def _step(self) -> None:
         """Step the engine and hand out what came, to whichever stream it belongs."""
@@ -344,8 +360,10 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device is {name!r}; use auto, cpu or cuda") from None
+    except (RuntimeError, TypeError):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, but torch finds no GPU; use cpu")
     return device

@@ -62,7 +62,14 @@ class Tokenizer:
             text: Any text.
             add_special_tokens: False for text that already holds its special tokens,
                 such as a filled-in chat template.
+
+        Raises:
+            RequestError: Text with half of a surrogate pair, which no file can hold.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"this text is not valid Unicode: {error}") from error
         return self.backend.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -86,6 +93,12 @@ class Tokenizer:
             RequestError: A tokenizer without a chat template, or messages that it does
                 not take.
         """
+        for message in messages:
+            content = message.get("content", message.get("tool_calls"))
+            if not isinstance(message.get("role"), str) or content is None:
+                raise RequestError(
+                    f"these messages cannot be used: {message} lacks role or content"
+                )
         try:
             return self.backend.apply_chat_template(
                 list(messages),

@@ -133,3 +133,42 @@ def test_a_template_that_rewrites_earlier_turns(
     output = chat.send(LINES[1])
     expected = llm.tokenizer.encode("<s>no reply in here", add_special_tokens=False)
     assert output.prompt_token_ids == expected
+
+
+def test_of_two_turns_at_once_the_first_to_end_counts() -> None:
+    """The other one heard nothing of it."""
+    chat = Chat(demo())
+    long, short = (
+        chat.stream(line, SamplingParams(max_tokens=count, ignore_eos=True, seed=1))
+        for line, count in zip(LINES, (12, 3), strict=False)
+    )
+    next(long)
+    *_, last = short
+    assert last.output is not None
+    assert list(long)[-1].output is not None
+    assert [message["content"] for message in chat.messages] == [
+        LINES[1],
+        last.output.text,
+    ]
+    prompt = last.output.prompt_token_ids + last.output.token_ids
+    assert chat.token_ids == prompt[: len(chat.token_ids)]
+
+
+def test_a_reset_in_the_midst_of_a_turn_stays() -> None:
+    """The turn is no part of the new conversation."""
+    chat = Chat(demo(), system="You are Juliet.")
+    turn = chat.stream(LINES[0], SamplingParams(max_tokens=4, ignore_eos=True))
+    next(turn)
+    chat.reset()
+    assert list(turn)[-1].output is not None
+    assert [message["role"] for message in chat.messages] == ["system"]
+    assert chat.token_ids == []
+
+
+@pytest.mark.parametrize("message", [5, None, {"content": "x"}, {"role": "user"}])
+def test_what_is_no_message(message: Any) -> None:
+    """It is refused, and is no part of the conversation."""
+    chat = Chat(demo())
+    with pytest.raises(RequestError, match="message"):
+        chat.send(message)
+    assert chat.messages == []

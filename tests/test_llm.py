@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -342,6 +343,8 @@ BAD_OPTIONS = {
     "folder": (no_folder, CheckpointError, "'no/such/folder' is not a folder"),
     "weights": (weights_for_a_folder, ConfigError, "go with a config"),
     "device": (lambda: random_model(device="tpu9"), ConfigError, "device is 'tpu9'"),
+    "no device": (lambda: random_model(device=None), ConfigError, "device is None"),
+    "no memory": (lambda: random_model(device="meta"), ConfigError, "'meta'; use"),
     "dtype": (lambda: random_model(dtype="int8"), ConfigError, "dtype is 'int8'"),
     "backend": (lambda: random_model(backend="fast"), ConfigError, "backend is 'fast'"),
     "component": (
@@ -355,6 +358,41 @@ BAD_OPTIONS = {
         "scan.scan_prefill=5 is neither a function nor a class",
     ),
 }
+
+
+@pytest.mark.parametrize("backend", ["reference", "optimized"])
+def test_threads_share_a_model(backend: str) -> None:
+    """Each gets its own outputs, and steps serve several of them."""
+    llm = random_model(backend=backend, debug=("integrity",))
+    prompts = [[seed + 1, 2, 3] for seed in range(4)]
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True, seed=4)
+    expected = [llm.generate(prompt, sampling)[0].token_ids for prompt in prompts]
+    step, rows = llm.engine.step, list[int]()
+
+    def noted() -> Any:
+        rows.append(len((record := step()).rows))
+        return record
+
+    llm.engine.step = noted
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        found = list(
+            threads.map(lambda prompt: llm.generate(prompt, sampling), prompts)
+        )
+    assert [outputs[0].token_ids for outputs in found] == expected
+    assert max(rows) > 1 and not llm.engine.has_work
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, [None], ["greedy"]])
+def test_what_is_no_sampling(sampling: Any) -> None:
+    """It is refused before anything is started."""
+    with pytest.raises(RequestError, match="are SamplingParams, not"):
+        random_model().generate([[1, 2]], sampling)
+
+
+def test_half_a_character_is_no_text() -> None:
+    """No file can hold it; it comes of names of files, or of JSON."""
+    with pytest.raises(RequestError, match="prompt 0: this text is not valid Unicode"):
+        demo().generate("a\ud800")
 
 
 @pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, b"text", iter(["text"])])
