@@ -240,6 +240,10 @@ class Lifecycle:
             What the request gave so far; None if it is not in flight or a step is
             running.
         """
+        for output in self._unclaimed:
+            if output.request_id == request_id:
+                self._unclaimed.remove(output)
+                return output
         if request_id not in self._request_ids():
             return None
         request = self.scheduler.find(request_id)

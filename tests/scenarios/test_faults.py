@@ -425,6 +425,20 @@ def test_what_had_finished_when_a_step_failed_is_not_lost(side: str) -> None:
     assert not engine.has_work
 
 
+def test_a_stream_that_is_given_up_claims_its_output(side: str) -> None:
+    """What finished in the step that was interrupted is of no use to others."""
+    trigger = Trigger(partial(signal.raise_signal, signal.SIGINT), keyed=False, times=1)
+    parts = parts_for(side, "forward", trigger)
+    llm = LLM.from_config(
+        MODEL, backend=side, device="cpu", components=parts, verbose=False
+    )
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(text(20), greedy(1))
+    assert trigger.fired and not llm.engine.has_work
+    (output,) = llm.generate(text(20), greedy(2))
+    assert len(output.token_ids) == 2
+
+
 def test_a_reset_waits_for_no_step(side: str) -> None:
     """In the midst of one it is refused, and nothing is harmed."""
     engine = make_engine(MODEL, side)
