@@ -21,7 +21,7 @@ from dataclasses import asdict, fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 from rich.cells import cell_len
@@ -30,7 +30,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from lockstep import __version__
-from lockstep.config import EngineConfig
+from lockstep.config import EngineConfig, engine_options
 from lockstep.errors import ConfigError, LockstepError, RequestError
 from lockstep.request import FinishReason, RequestOutput, SamplingParams
 
@@ -224,14 +224,25 @@ def read_pairs(flag: str, form: str, given: Sequence[str] | None) -> dict[str, s
 
 
 def read_options(named: Sequence[str] | None) -> dict[str, Any]:
-    """Read ``name=value`` pairs; a value is a Python literal or else text."""
-    options: dict[str, Any] = {}
-    for name, value in read_pairs("--option", "NAME=VALUE", named).items():
+    """Read ``name=value`` pairs; a value is a Python literal or else text.
+
+    Raises:
+        ConfigError: A name that is no option of `EngineConfig`, or a bad value.
+    """
+    hints, options = get_type_hints(EngineConfig), {}
+    for name, text in read_pairs("--option", "NAME=VALUE", named).items():
         name = name.replace("-", "_")
-        try:
-            options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name] = tuple(value.split(",")) if name == "debug" else value
+        value: Any = tuple(text.split(",")) if name == "debug" else text
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            literal = ast.literal_eval(text)
+            # The other options have one value, which a tuple is not.
+            value = text if type(literal) is tuple and name != "debug" else literal
+        kinds: Any = get_args(hints.get(name)) or (hints.get(name),)
+        if float in kinds and not isinstance(value, (*kinds, int)):
+            raise ConfigError(f"{name} is {value!r}; it must be a number")
+        options[name] = value
+    # Only these names go on: a model takes others by keyword, such as its device.
+    engine_options(EngineConfig(), options)
     return options
 
 
@@ -369,7 +380,6 @@ def info(
     Only the config is read, so the weights need not be there.
     """
     from lockstep import llm, memory, parameters
-    from lockstep.config import engine_options
     from lockstep.families import read_config_files, read_model_config
 
     options = pick(EngineConfig, chosen) | read_options(option)
@@ -595,13 +605,7 @@ def read_prompts(
         RequestError: There is none, or the file cannot be read.
     """
     if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-            read = json.loads if file.suffix == ".jsonl" else str
-            from_file = [read(line) for line in lines if line.strip()]
-        except (OSError, ValueError) as error:
-            raise RequestError(f"{file} cannot be read: {error}") from None
-        prompts = [*(prompts or ()), *from_file]
+        prompts = [*(prompts or ()), *read_file(file)]
     elif not prompts and not sys.stdin.isatty():
         prompts = [text] if (text := sys.stdin.read().rstrip("\n")) else []
     if not prompts:
@@ -610,6 +614,37 @@ def read_prompts(
             "or on stdin"
         )
     return list(prompts)
+
+
+def read_file(file: Path) -> Iterator[Any]:
+    """Give out the prompts of a file, one a line; blank lines are none.
+
+    Raises:
+        RequestError: The file cannot be read, or a line of it is no prompt.
+    """
+    read, where = parse_prompt if file.suffix == ".jsonl" else str, str(file)
+    try:
+        # `splitlines` also cuts at characters that texts and JSON strings may hold.
+        lines = file.read_bytes().decode("utf-8-sig").split("\n")
+        for number, line in enumerate(lines, 1):
+            where = f"{file}, line {number}"
+            if line.strip():
+                yield read(line.removesuffix("\r"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(f"{where} cannot be read: {error}") from None
+
+
+def parse_prompt(line: str) -> Any:
+    """Take a prompt from a line of JSON.
+
+    Raises:
+        ValueError: It is no JSON, or none of what a prompt may be.
+    """
+    prompt = json.loads(line)
+    kinds = {type(each) for each in prompt} if isinstance(prompt, list) else set()
+    if isinstance(prompt, str) or kinds in ({int}, {dict}):
+        return prompt
+    raise ValueError("a prompt is text, a list of token ids or a list of messages")
 
 
 def read_lines() -> Iterator[str]:

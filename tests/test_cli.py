@@ -203,6 +203,54 @@ def test_generate_many_as_text(
     assert re.search(r"^2 prompts, \d+ tokens generated$", err, re.M)
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_line_ends_at_a_newline_alone(suffix: str, tmp_path: Path) -> None:
+    """Not at what else may part lines of a text; a mark of byte order is no text."""
+    texts = ["a\u2028b\u2029c", "d\x85e", "f\x0cg\x0bh\x1ci\rj", "k"]
+    file, lines = tmp_path / f"prompts{suffix}", texts
+    if suffix == ".jsonl":
+        lines = [json.dumps(each, ensure_ascii=False) for each in texts]
+    for newline in ("\n", "\r\n"):
+        for end in ("", newline, f"{newline} {newline}"):
+            file.write_bytes((newline.join(lines) + end).encode("utf-8-sig"))
+            assert cli.read_prompts("demo", None, file) == texts
+    assert cli.read_prompts("demo", ["first"], file) == ["first", *texts]
+
+
+NO_PROMPTS = (
+    '{"role": "user", "content": "hi"}',
+    '{"prompt": "hi"}',
+    "3",
+    "null",
+    "true",
+    "[]",
+    "[1.5]",
+    "[true]",
+    '[1, "a"]',
+    '["a", "b"]',
+    "[[1]]",
+    '[{"role": "user", "content": "hi"}, 1]',
+)
+
+
+@pytest.mark.parametrize("line", [*NO_PROMPTS, "{", "To be", "[" * 100_000])
+def test_a_line_that_is_no_prompt_is_named(
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """By file and number, blank lines counted, and before a model is loaded."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'"To be"\n\n{line}\n{line}\n', encoding="utf-8")
+    assert main(monkeypatch, "generate", "--file", str(file)) == cli.USER_ERROR
+    (shown,) = capsys.readouterr().err.splitlines()
+    assert shown.startswith(f"error: {file}, line 3 cannot be read: ")
+    if line in NO_PROMPTS:
+        kinds = "a prompt is text, a list of token ids or a list of messages"
+        assert shown.endswith(kinds)
+
+
 def test_a_conversation_from_stdin() -> None:
     """Replies are on stdout; reuse is told turn by turn; commands are obeyed."""
     lines = "Who's there?\n\n/help\nIndeed?\n/reset\nWho's there?\n/exit\nmore\n"
@@ -299,6 +347,20 @@ ERRORS = {
     "generate demo Hello --top-p 0": "top_p is 0",
     "generate demo Hello --block-size 17": "block_size 17 is not a multiple",
     "generate demo Hello --option fast=1": "unknown option 'fast'; known are",
+    "generate demo Hello --option dtype=float64": "unknown option 'dtype'; known are",
+    "generate demo Hello --option device=cpu": "unknown option 'device'; known are",
+    "generate demo Hello --option verbose=1": "unknown option 'verbose'; known are",
+    "generate demo Hello --option components={}": "unknown option 'components'; known",
+    "generate demo Hello --option config=None": "unknown option 'config'; known are",
+    "chat --option weights=None": "unknown option 'weights'; known are max_requests, ",
+    "verify --option truth=True": "unknown option 'truth'; known are",
+    "verify --option memory-fraction=half": "memory_fraction is 'half'; it must be a "
+    "number",
+    "info --option snapshot_fraction=None": "snapshot_fraction is None; it must be a",
+    "info --option memory_fraction=(0.5,)": "memory_fraction is '(0.5,)'; it must be",
+    "info --option max_requests=(1,2)": "max_requests is '(1,2)'; it must be an",
+    "info --option max_requests={[]:1}": "max_requests is '{[]:1}'; it must be an",
+    "info --option debug=5": "debug is 5; known are",
     "generate demo Hello --option fast": "--option is 'fast'; it must be NAME=VALUE",
     "verify --component scan.scan_decode": "--component is 'scan.scan_decode'; it must "
     "be KEY=WHOSE",
@@ -391,13 +453,27 @@ def test_what_to_use_without_a_gpu(
 
 
 def test_bytes_that_are_no_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Neither on stdin nor in a file is it a traceback."""
     stdin = io.TextIOWrapper(io.BytesIO(b"To \xff"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", stdin)
     assert main(monkeypatch, "generate") == cli.USER_ERROR
     assert re.fullmatch("error: stdin is not UTF-8: .*\n", capsys.readouterr().err)
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"To \xff\n")
+    assert main(monkeypatch, "generate", "--file", str(file)) == cli.USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {file} cannot be read: 'utf-8' codec can't")
+
+
+def test_an_argument_that_is_no_text() -> None:
+    """Bytes that are not UTF-8 give one line, too."""
+    command = [sys.executable, "-m", "lockstep", "generate", "-q", *DEMO, "demo"]
+    shown = subprocess.run([*command, b"ab\xff"], cwd=ROOT, capture_output=True)
+    assert shown.returncode == cli.USER_ERROR
+    (line,) = shown.stderr.decode().splitlines()
+    assert line.startswith("error: prompt 0: this text is not valid Unicode")
 
 
 def test_warnings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
