@@ -476,7 +476,7 @@ def asks_for_certificate(against: str | None, has_others: bool, has_own: bool) -
         has_own: Whether there are options that only a certificate has.
     """
     if against is None and has_own:
-        raise ConfigError("--dtype, --output and --commit want --against transformers")
+        raise ConfigError("--dtype, --output and --commit: add --against transformers")
     if against is not None and (against != "transformers" or has_others):
         raise ConfigError(
             "--against takes transformers, and besides it MODEL, --device, "
