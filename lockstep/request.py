@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -116,9 +115,11 @@ class SamplingParams:
             )
 
 
+#: Largest float32, in which logits are divided: a larger temperature is infinite there.
+MAX_TEMPERATURE = (2 - 2**-23) * 2.0**127
 #: Real numbers: the range of each.
 _REALS = (
-    ("temperature", 0.0, math.inf),
+    ("temperature", 0.0, MAX_TEMPERATURE),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
 )
@@ -145,8 +146,8 @@ def _check_type(name: str, value: object, kind: type, wanted: str) -> None:
 def _check_real(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} is {value!r}; it must be a number")
-    if not (math.isfinite(value) and low <= value <= high):
-        limits = f"at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
+    if not low <= value <= high:
+        limits = f"in [{low:g}, {high:g}]"
         raise RequestError(f"{name} is {value}; it must be finite and {limits}")
 
 
