@@ -498,6 +498,8 @@ def check_fields(config: Any, error: type[Exception] = ConfigError) -> None:
                 raise error(f"{name} is {each!r}; it must be True or False")
             if int in allowed and type(each) is not int:
                 raise error(f"{name} is {each!r}; it must be an integer")
+            if float in allowed and type(each) not in (int, float):
+                raise error(f"{name} is {each!r}; it must be a number")
             if int in allowed and each < least:
                 raise error(f"{name} is {each}; it must be at least {least}")
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import RequestError
+from lockstep.config import EngineConfig
+from lockstep.errors import ConfigError, RequestError
 from lockstep.request import SamplingParams
 from tests.engines import Run, greedy, make_engine
 from tests.scenarios.common import (
@@ -204,3 +205,10 @@ def test_what_is_allowed(options: dict[str, Any]) -> None:
     params = SamplingParams(**options)
     assert isinstance(params.stop, tuple) and hash(params) == hash(params)
     assert params == SamplingParams(**options)
+
+
+@pytest.mark.parametrize("name", ["memory_fraction", "snapshot_fraction"])
+def test_a_fraction_that_is_no_number_is_refused(name: str) -> None:
+    """An option of the wrong type is named, not compared."""
+    with pytest.raises(ConfigError, match=f"{name} is 'half'; it must be a number"):
+        EngineConfig(**{name: "half"})
