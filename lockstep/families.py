@@ -28,7 +28,12 @@ from lockstep.config import (
     ModelConfig,
     RotaryConfig,
 )
-from lockstep.errors import CheckpointError, ConfigError, UnsupportedModelError
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    LockstepError,
+    UnsupportedModelError,
+)
 from lockstep.parameters import parameter_specs
 
 T = TypeVar("T")
@@ -135,6 +140,17 @@ def read_model_config(fields: Fields) -> ModelConfig:
         ConfigError: A field that is missing or cannot work.
     """
     family = family_of(fields.get("model_type"))
+    try:
+        return _read(family, fields)
+    except LockstepError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        # A list where a number should be, and the like.
+        raise ConfigError(f"a field of this config cannot be used: {error}") from error
+
+
+def _read(family: Family, fields: Fields) -> ModelConfig:
+    """Make a `ModelConfig` of a family's fields."""
     fields = _flatten(fields)
     for name, values in family.implemented.items():
         if name in fields and fields[name] not in values:
@@ -144,7 +160,7 @@ def read_model_config(fields: Fields) -> ModelConfig:
                 f"{fields['model_type']!r}; it must be unset{either}"
             )
     if fields.get("num_nextn_predict_layers"):
-        warnings.warn("layers for multi-token prediction are left out", stacklevel=2)
+        warnings.warn("layers for multi-token prediction are left out", stacklevel=3)
     fields = {**family.defaults, **fields}
     pattern = _pattern(family, fields)
     settled = {"family": fields["model_type"], "layer_pattern": pattern}

@@ -211,7 +211,9 @@ class Lifecycle:
         self.arrivals += 1
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbelow(MAX_SEED))
-        ends = () if sampling.ignore_eos else self.model_config.eos_token_ids
+        eos, vocab = self.model_config.eos_token_ids, self.model_config.vocab_size
+        # Some checkpoints name tokens beyond their vocabulary, which are never drawn.
+        ends = () if sampling.ignore_eos else tuple(t for t in eos if t < vocab)
         request = Request(
             request_id=request_id or self._new_id(),
             prompt_token_ids=list(prompt_token_ids),

@@ -209,6 +209,21 @@ def test_wrong(name: str) -> None:
         read(**changes)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("eos_token_id", 2.5),
+        ("time_step_limit", 5),
+        ("time_step_limit", ["a", "b"]),
+        ("layers_block_type", [["a"]]),
+    ],
+)
+def test_damaged(field: str, value: Any) -> None:
+    """A field of the wrong kind is an error of the config, not of Python."""
+    with pytest.raises(ConfigError, match="a field of this config cannot be used"):
+        read(**{field: value})
+
+
 def test_multi_token_prediction_is_left_out_with_a_notice() -> None:
     """The layers are left out, and somebody is told."""
     with pytest.warns(UserWarning, match="multi-token prediction"):

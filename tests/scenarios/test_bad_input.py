@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.config import EngineConfig
+from lockstep.config import EngineConfig, engine_options
 from lockstep.errors import ConfigError, RequestError
 from lockstep.request import SamplingParams
 from tests.engines import Run, greedy, make_engine
@@ -211,4 +211,4 @@ def test_what_is_allowed(options: dict[str, Any]) -> None:
 def test_a_fraction_that_is_no_number_is_refused(name: str) -> None:
     """An option of the wrong type is named, not compared."""
     with pytest.raises(ConfigError, match=f"{name} is 'half'; it must be a number"):
-        EngineConfig(**{name: "half"})
+        engine_options(EngineConfig(), {name: "half"})

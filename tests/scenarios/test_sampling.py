@@ -127,6 +127,15 @@ def test_min_tokens_blocks_every_end_id(side: str, temperature: float) -> None:
         assert_nothing_held(engine)
 
 
+def test_an_end_beyond_the_vocabulary_is_never_drawn(side: str) -> None:
+    """Some checkpoints name one; it blocks nothing, and does no harm."""
+    model = tiny("M*", eos_token_ids=(60, 10**6))
+    sampling = greedy(6, ignore_eos=False, min_tokens=3)
+    (output,), _ = serve(make_engine(model, side), [text(10)], sampling)
+    (expected,), _ = serve(make_engine(MODEL, side), [text(10)], sampling)
+    assert output.token_ids == expected.token_ids and not output.error
+
+
 def test_min_tokens_blocks_no_longer_than_asked(side: str) -> None:
     """The first end id that may come ends it, and no later one."""
     plain = ask(make_engine(MODEL, side), text(10), greedy(12)).token_ids
