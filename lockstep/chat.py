@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lockstep.errors import RequestError
 from lockstep.request import FinishReason, RequestOutput, SamplingParams
 from lockstep.stream import StreamDelta
 
@@ -79,11 +78,8 @@ class Chat:
         Raises:
             RequestError: No chat template, or a conversation that is too long.
         """
-        given: Any = message
         if isinstance(message, str):
             message = {"role": "user", "content": message}
-        elif not isinstance(given, Mapping):
-            raise RequestError(f"a message is text or a mapping, not {given!r}")
         prompt = self._prompt([*self.messages, message])
         deltas = self.llm.stream(prompt, sampling_params or self.sampling_params)
         return self._follow(self.messages, message, deltas)
@@ -98,11 +94,11 @@ class Chat:
         whole = FinishReason.STOP, FinishReason.LENGTH
         with closing(deltas):
             for delta in deltas:
-                is_whole = delta.output and delta.output.finish_reason in whole
-                if delta.output and is_whole and self.messages is before:
-                    reply = {"role": "assistant", "content": delta.output.text}
+                output, is_current = delta.output, self.messages is before
+                if is_current and output and output.finish_reason in whole:
+                    reply = {"role": "assistant", "content": output.text}
                     self.messages = [*before, message, reply]
-                    self.token_ids = self._spoken(delta.output)
+                    self.token_ids = self._spoken(output)
                 yield delta
 
     def _prompt(self, messages: list[Mapping[str, str]]) -> list[int]:

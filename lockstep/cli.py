@@ -21,7 +21,7 @@ from dataclasses import asdict, fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.cells import cell_len
@@ -229,7 +229,7 @@ def read_options(named: Sequence[str] | None) -> dict[str, Any]:
     Raises:
         ConfigError: A name that is no option of `EngineConfig`, or a bad value.
     """
-    hints, options = get_type_hints(EngineConfig), {}
+    options: dict[str, Any] = {}
     for name, text in read_pairs("--option", "NAME=VALUE", named).items():
         name = name.replace("-", "_")
         value: Any = tuple(text.split(",")) if name == "debug" else text
@@ -237,9 +237,6 @@ def read_options(named: Sequence[str] | None) -> dict[str, Any]:
             literal = ast.literal_eval(text)
             # The other options have one value, which a tuple is not.
             value = text if type(literal) is tuple and name != "debug" else literal
-        kinds: Any = get_args(hints.get(name)) or (hints.get(name),)
-        if float in kinds and not isinstance(value, (*kinds, int)):
-            raise ConfigError(f"{name} is {value!r}; it must be a number")
         options[name] = value
     # Only these names go on: a model takes others by keyword, such as its device.
     engine_options(EngineConfig(), options)
@@ -442,11 +439,11 @@ def verify(
     if parts and (here := str(Path.cwd())) not in sys.path:
         # As with ``python -m``.
         sys.path.insert(0, here)
-    others = free_running or truth or option or backend != "optimized"
+    others = bool(free_running or truth or option or backend != "optimized")
     if mutant and (others or parts or (model, device) != ("demo", "cpu")):
         raise ConfigError("--mutant goes by itself: it brings its own scene")
-    others = bool(others or mutant)
-    if asks_for_certificate(against, others, bool(dtype or output or commit)):
+    has_own = bool(dtype or output or commit)
+    if asks_for_certificate(against, others or mutant is not None, has_own):
         given = device, dtype or "float32", output, commit
         raise typer.Exit(certify(model, parts, *given))
     if mutant is not None:

@@ -180,13 +180,20 @@ class Lifecycle:
             raise RequestError(
                 f"prompt_logprobs_from is {first}; the prompt has {length} tokens"
             )
-        ends = set(sampling.stop_token_ids)
-        ends.update(() if sampling.ignore_eos else self.model_config.eos_token_ids)
+        ends = {*sampling.stop_token_ids, *self._eos_token_ids(sampling)}
         if sampling.min_tokens and len(ends) >= vocab:
             raise RequestError(
                 f"min_tokens is {sampling.min_tokens}, but all {vocab} tokens of the "
                 "vocabulary end the request"
             )
+
+    def _eos_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        """List the end-of-sequence tokens that end a request.
+
+        Some checkpoints name tokens beyond their vocabulary, which are never drawn.
+        """
+        eos, vocab = self.model_config.eos_token_ids, self.model_config.vocab_size
+        return () if sampling.ignore_eos else tuple(t for t in eos if t < vocab)
 
     def add(
         self,
@@ -211,14 +218,11 @@ class Lifecycle:
         self.arrivals += 1
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbelow(MAX_SEED))
-        eos, vocab = self.model_config.eos_token_ids, self.model_config.vocab_size
-        # Some checkpoints name tokens beyond their vocabulary, which are never drawn.
-        ends = () if sampling.ignore_eos else tuple(t for t in eos if t < vocab)
         request = Request(
             request_id=request_id or self._new_id(),
             prompt_token_ids=list(prompt_token_ids),
             sampling=sampling,
-            eos_token_ids=ends,
+            eos_token_ids=self._eos_token_ids(sampling),
             arrival=self.arrivals,
         )
         request.differs_from = self._departure(request.prompt_token_ids)

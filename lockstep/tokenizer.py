@@ -94,8 +94,7 @@ class Tokenizer:
                 not take.
         """
         for message in messages:
-            content = message.get("content", message.get("tool_calls"))
-            if not isinstance(message.get("role"), str) or content is None:
+            if not _is_message(message):
                 raise RequestError(
                     f"these messages cannot be used: {message} lacks role or content"
                 )
@@ -129,6 +128,13 @@ class Tokenizer:
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(self.backend.all_special_ids)
+
+
+def _is_message(message: Any) -> bool:
+    """Tell what a template may be given from what it might pass over."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    return message.get("content", message.get("tool_calls")) is not None
 
 
 class IncrementalDecoder:
