@@ -147,8 +147,8 @@ def _check_real(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} is {value!r}; it must be a number")
     if not low <= value <= high:
-        limits = f"in [{low:g}, {high:g}]"
-        raise RequestError(f"{name} is {value}; it must be finite and {limits}")
+        limits = f"[{low:g}, {high:g}]"
+        raise RequestError(f"{name} is {value}; it must be finite and in {limits}")
 
 
 def _check_integer(name: str, value: object, least: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -56,7 +55,7 @@ class Reply:
     ) -> None:
         """Start with no token."""
         self.index, self.request_id = index, request_id
-        self.deltas: deque[StreamDelta] = deque()
+        self.deltas: list[StreamDelta] = []
         self.output: RequestOutput | None = None
         self._decoder = IncrementalDecoder(tokenizer) if tokenizer else None
         self._finder = StopFinder(stop)

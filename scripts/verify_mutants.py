@@ -66,11 +66,10 @@ UNSEEN = {
     "M126": "rows come in parts where they have more logits than small models give",
     "M127": "a second read gives the same; only their count tells",
     "M138": "none decodes more requests than its steps have tokens, unless imported",
-    **dict.fromkeys(
-        ("M148", "M149"), "only a step that is interrupted, or raises, shows it"
-    ),
-    "M147": "nothing differs but the time, and no engine on a CPU replays a graph",
     "M137": "an engine replaces both lists at once, and the other's change is noticed",
+    "M147": "nothing differs but the time, and no engine on a CPU replays a graph",
+    "M148": "no step of a scene is interrupted",
+    "M149": "no step of a scene raises to its caller",
     **dict.fromkeys(
         ("M105", "M106", "M107"),
         "both sides share the rule, and which shape hosts a step changes no number",
